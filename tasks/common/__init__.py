@@ -1,0 +1,1 @@
+"""What two or more stages share: parameters, the contract, artifact formats, servers, tracking."""

@@ -1,0 +1,91 @@
+"""Reading and writing the small files of a run: atomic, hashed, and with errors that name the line."""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tasks.common.errors import DraftlineError
+
+ARTIFACTS = Path("artifacts")
+REPORTS = Path("reports")
+
+
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Write `data`, whole or in pieces, so that a reader sees the old file or the new one, never a part: fsync, then rename."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        file.writelines([data] if isinstance(data, bytes) else data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented JSON, keys in the order given; NaN is refused (it is not JSON)."""
+    write_atomically(path, (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """Parse a JSON file.
+
+    Raises:
+        DraftlineError: the file is absent or not JSON; the message names it (and the line).
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise DraftlineError(f"{path}: not there. Run the stage that writes it: `dvc repro`.") from None
+    except ValueError as error:
+        raise DraftlineError(f"{path}: not valid JSON ({error}).") from None
+
+
+def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write one JSON object a line."""
+    write_atomically(path, (encode_line(row) for row in rows))
+
+
+def encode_line(row: dict[str, Any]) -> bytes:
+    """One JSON object as one line of UTF-8, newline included."""
+    return (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON-lines file.
+
+    Raises:
+        DraftlineError: a line is not a JSON object; the message names file and line.
+    """
+    for _, row in read_numbered_jsonl(path):
+        yield row
+
+
+def read_numbered_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (line number, object), blank lines skipped; lines end at \\n only, a byte order mark is allowed."""
+    if not path.is_file():
+        raise DraftlineError(f"{path}: not there, or not a file. If a stage writes it, run `dvc repro`.")
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DraftlineError(f"{path}:{number}: not valid JSON ({error}).") from None
+            if not isinstance(row, dict):
+                raise DraftlineError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}.")
+            yield number, row
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_json(value: Any) -> str:
+    """SHA-256 of a value's canonical JSON: the key under which partial work is found again."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()

@@ -1,0 +1,172 @@
+"""`params.yaml`, typed: a section a stage, unknown keys refused, exclusive options checked at load time."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from tasks.common.errors import DraftlineError
+
+PARAMS = Path("params.yaml")
+Engine = Literal["transformers", "sglang"]
+Dtype = Literal["float32", "bfloat16", "float16"]
+Count = Annotated[int, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Target(Section):
+    """The model to be made faster."""
+
+    model: str = Field("builtin", description="'builtin' (SmolLM2-135M-Instruct), a local folder, or a hub id")
+    revision: str | None = Field(None, description="commit of a hub id; null takes the newest")
+    dtype: Dtype = "float32"
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    trust_remote_code: bool = False
+
+
+class ContractParams(Section):
+    aux_layer_ids: tuple[int, ...] | None = Field(None, description="0-based OUTPUT layers; null: [1, N//2-1, N-4]")
+
+
+class Prompts(Section):
+    """Which conversations the target answers."""
+
+    folder: str = Field("tasks/collect_prompts/builtin", description="JSONL files in messages form (infra/docs/prompts.md)")
+    max_train: Count | None = Field(None, description="take this many, spread over domains; null: all")
+    max_heldout: Count | None = None
+    max_prompt_tokens: Count = Field(512, description="longer prompts are dropped and counted")
+
+
+class Regenerate(Section):
+    engine: Engine = "transformers"
+    max_new_tokens: Count = 64
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    seed: int = Field(0, description="used when temperature > 0")
+    batch_size: Count = Field(32, description="prompts generated together (transformers) or in flight (sglang)")
+
+
+class Dump(Section):
+    storage_dtype: Dtype = "float32"
+    batch_tokens: Count = Field(4096, description="tokens, padding included, of one forward pass")
+    shard_tokens: Count = Field(16384, description="tokens at which a shard is closed")
+
+
+class TrainDraft(Section):
+    draft_vocab_size: Count = 8192
+    ttt_length: Count = Field(3, description="test-time-training steps K; at least serve.num_steps")
+    init_from_target: bool = Field(True, description="start the draft's head from the target's rows")
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    warmup_steps: Annotated[int, Field(ge=0)] = 20
+    max_steps: Count = 400
+    batch_tokens: Count = Field(1024, description="tokens of one packed batch (an optimiser step)")
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    checkpoint_every: Count = 50
+    evaluate_every: Count = Field(100, description="steps between held-out evaluations; the best predicted AL is kept")
+    seed: int = 0
+
+
+class Serve(Section):
+    speculative_algorithm: str = "EAGLE3"
+    num_steps: Count = 3
+    eagle_topk: Count = 1
+    num_draft_tokens: Count = 4
+    port: Annotated[int, Field(ge=1024, le=65535)] = 30000
+    context_length: Count = 2048
+    max_running_requests: Count = 8
+    max_total_tokens: Count | None = Field(20000, description="KV cache tokens; null lets SGLang choose")
+    mem_fraction_static: Fraction = 0.3
+    startup_timeout_s: Count = 600
+    extra_args: tuple[str, ...] = Field((), description="more SGLang flags, given to both servers")
+
+    @model_validator(mode="after")
+    def _chain_is_consistent(self) -> "Serve":
+        if self.eagle_topk == 1 and self.num_draft_tokens != self.num_steps + 1:
+            raise ValueError(
+                f"num_draft_tokens is {self.num_draft_tokens}, but with eagle_topk 1 a round verifies num_steps + 1 = "
+                f"{self.num_steps + 1} tokens (SGLang forces it); set num_draft_tokens: {self.num_steps + 1}"
+            )
+        tree = 1 + self.eagle_topk + (self.num_steps - 1) * self.eagle_topk**2
+        if self.num_draft_tokens > tree:
+            raise ValueError(
+                f"num_draft_tokens is {self.num_draft_tokens}, but {self.num_steps} steps with top-k {self.eagle_topk} "
+                f"make at most {tree}"
+            )
+        return self
+
+
+class Benchmark(Section):
+    num_prompts: Count = Field(16, description="held-out prompts, spread over domains")
+    max_new_tokens: Count = 64
+    repeats: Count = Field(1, description="each prompt is asked of both servers this often, in turn")
+    warmup_prompts: Count = 2
+
+
+class Gates(Section):
+    """Limits of the gates; a breach fails the stage and names the samples."""
+
+    min_prompts: Count = 16
+    max_dropped_share: Fraction = 0.1
+    max_truncated_share: Fraction = Field(1.0, description="answers cut at max_new_tokens; 1.0 allows all")
+    max_failed_share: Fraction = 0.02
+    min_mask_density: Fraction = Field(0.02, description="share of assistant tokens in a sample")
+    replay_samples: Annotated[int, Field(ge=0)] = Field(2, description="samples replayed through the target; 0 skips")
+    max_relative_error: Annotated[float, Field(gt=0)] = Field(1e-3, description="relative L2 error per aux slot")
+    min_predicted_accept_length: Annotated[float, Field(ge=1)] = 1.3
+    min_accept_length: Annotated[float, Field(ge=1)] = 1.3
+
+
+class Tracking(Section):
+    uri: str = Field("sqlite:///mlflow.db", description="MLflow tracking URI")
+    experiment: str = "draftline"
+
+
+class Params(Section):
+    target: Target = Target()
+    contract: ContractParams = ContractParams()
+    prompts: Prompts = Prompts()
+    regenerate: Regenerate = Regenerate()
+    dump: Dump = Dump()
+    train_draft: TrainDraft = TrainDraft()
+    serve: Serve = Serve()
+    benchmark: Benchmark = Benchmark()
+    gates: Gates = Gates()
+    tracking: Tracking = Tracking()
+
+    @model_validator(mode="after")
+    def _sections_agree(self) -> "Params":
+        if self.train_draft.ttt_length < self.serve.num_steps:
+            raise ValueError(
+                f"train_draft.ttt_length is {self.train_draft.ttt_length}, but serve.num_steps drafts "
+                f"{self.serve.num_steps} tokens: the draft would be served beyond the steps it was trained on"
+            )
+        return self
+
+
+def load_params(path: Path = PARAMS) -> Params:
+    """Read and check params.yaml.
+
+    Raises:
+        DraftlineError: the file is absent, not YAML, has an unknown key, a wrong type, or options that
+            exclude each other; one line for each, naming the field.
+    """
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except FileNotFoundError:
+        raise DraftlineError(f"{path}: not there. Run from the repository's root, which holds it.") from None
+    except yaml.YAMLError as error:
+        raise DraftlineError(f"{path}: not valid YAML: {error}") from None
+    try:
+        return Params.model_validate(raw)
+    except ValidationError as error:
+        lines = [
+            f"{path}: {'.'.join(map(str, e['loc'])) or 'whole file'}: {e['msg'].removeprefix('Value error, ')}"
+            + ("" if e["type"] in ("value_error", "missing") else f" (found {e['input']!r})")
+            for e in error.errors()
+        ]
+        raise DraftlineError("\n".join(lines)) from None

@@ -1,0 +1,46 @@
+"""A prompt, as `collect_prompts` writes it."""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tasks.common.files import ARTIFACTS, read_jsonl
+
+PROMPTS = ARTIFACTS / "prompts"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A conversation that ends with a user message: what the target is asked.
+
+    Attributes:
+        id: unique over all splits.
+        domain: kind of task, for spread and for tables by domain.
+        source: 'builtin' or the path it came from.
+        messages: [{"role": ..., "content": ...}].
+    """
+
+    id: str
+    domain: str
+    source: str
+    messages: list[dict]
+
+    def to_row(self) -> dict:
+        return asdict(self)
+
+
+def read_prompts(split: str, folder: Path = PROMPTS) -> Iterator[Prompt]:
+    """Yield the prompts of a split ('train' or 'heldout') in file order."""
+    for row in read_jsonl(folder / f"{split}.jsonl"):
+        yield Prompt(**row)
+
+
+def spread_over_domains(prompts: list[Prompt], count: int) -> list[Prompt]:
+    """The first `count` prompts, taken in turn from each domain, so that a small sample covers all."""
+    by_domain: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_domain.setdefault(prompt.domain, []).append(prompt)
+    ranked = [
+        (rank, order, prompt) for order, group in enumerate(by_domain.values()) for rank, prompt in enumerate(group)
+    ]
+    return [prompt for _, _, prompt in sorted(ranked, key=lambda item: item[:2])[:count]]

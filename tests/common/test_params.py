@@ -1,0 +1,58 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.common.errors import DraftlineError
+from tasks.common.params import Params, load_params
+
+ROOT = Path(__file__).parents[2]
+
+
+def keys(section: dict, prefix: str = "") -> set[str]:
+    return {
+        key
+        for name, value in section.items()
+        for key in (keys(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name})
+    }
+
+
+def test_params_yaml_names_every_parameter():
+    """DVC tracks values in params.yaml: a default that only stands in the code would be changed unseen."""
+    written = keys(yaml.safe_load((ROOT / "params.yaml").read_text()))
+    assert written == keys(Params().model_dump())
+
+
+def load(tmp_path, text: str) -> Params:
+    path = tmp_path / "params.yaml"
+    path.write_text(text)
+    return load_params(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train_draft: {lerning_rate: 0.1}", ["params.yaml: train_draft.lerning_rate", "not permitted"]),
+        ("dump: {batch_tokens: many}", ["dump.batch_tokens", "valid integer", "'many'"]),
+        ("serve: {num_steps: 5}", ["serve", "num_draft_tokens is 4", "set num_draft_tokens: 6"]),
+        ("serve: {num_steps: 3, eagle_topk: 2, num_draft_tokens: 40}", ["serve", "make at most 11"]),
+        ("serve: {num_steps: 5, num_draft_tokens: 6}", ["ttt_length is 3", "drafts 5"]),
+        ("target: [", ["not valid YAML"]),
+    ],
+)
+def test_a_wrong_parameter_is_named_with_what_was_expected(tmp_path, text, words):
+    with pytest.raises(DraftlineError) as error:
+        load(tmp_path, text)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_every_wrong_parameter_is_reported_at_once(tmp_path):
+    with pytest.raises(DraftlineError) as error:
+        load(tmp_path, "dump: {batch_tokens: 0}\nregenerate: {engine: vllm}")
+    assert len(str(error.value).splitlines()) == 2
+
+
+def test_missing_params_yaml_says_where_to_run(tmp_path):
+    with pytest.raises(DraftlineError, match="repository's root"):
+        load_params(tmp_path / "params.yaml")
