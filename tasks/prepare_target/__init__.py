@@ -1,0 +1,1 @@
+"""Stage prepare_target: the target as a Hugging Face folder with a recorded identity."""
