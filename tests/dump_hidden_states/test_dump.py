@@ -1,0 +1,115 @@
+import pytest
+import torch
+
+from tasks.common.errors import DraftlineError
+from tasks.common.files import read_json, write_json, write_jsonl
+from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
+from tasks.common.responses import RESPONSES, Response
+from tasks.common.target import load_model, target_contract
+from tasks.dump_hidden_states import dump as dump_module
+from tasks.dump_hidden_states.dump import dump
+
+
+def write_responses(train: int) -> list[Response]:
+    torch.manual_seed(0)
+    written = []
+    for split, count in (("train", train), ("heldout", 1)):
+        rows = [
+            Response(f"{split}-{n}", "chat", [], torch.randint(3, 320, (5 + n,)).tolist(), [7, 8, 9 + n], "x", "length")
+            for n in range(count)
+        ]
+        write_jsonl(RESPONSES / f"{split}.jsonl", (row.to_row() for row in rows))
+        written += rows
+    return written
+
+
+@pytest.fixture
+def params(project, tiny_params):
+    return tiny_params(dump={"batch_tokens": 24, "shard_tokens": 20})
+
+
+def test_states_are_layer_outputs_and_the_normed_last_state(params):
+    responses = write_responses(6)
+    dump(params)
+    model = load_model(params.target)
+    layers = target_contract(params.contract).aux_layer_ids
+    assert layers == (1, 3, 4)
+    states = HiddenStates(HIDDEN_STATES / "train")
+    assert [row.id for row in states.samples] == [r.id for r in responses if r.id.startswith("train")]
+    for index, response in enumerate(responses[:6]):
+        sample = states.read(index)
+        with torch.no_grad():
+            expected = model(torch.tensor([response.token_ids]), output_hidden_states=True).hidden_states
+        assert sample.input_ids.tolist() == response.token_ids
+        assert sample.loss_mask.tolist() == response.loss_mask
+        for slot, layer in enumerate(layers):
+            torch.testing.assert_close(sample.aux[:, slot], expected[layer + 1][0], rtol=1e-4, atol=1e-4)
+            assert not torch.allclose(sample.aux[:, slot], expected[layer][0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(sample.last, expected[-1][0], rtol=1e-4, atol=1e-4)
+
+
+def test_no_padding_is_stored(params):
+    responses = write_responses(4)
+    dump(params)
+    tokens = sum(len(r.token_ids) for r in responses if r.id.startswith("train"))
+    states = HiddenStates(HIDDEN_STATES / "train")
+    assert sum(len(states.read(i).aux) for i in range(len(states))) == tokens == sum(row.rows for row in states.samples)
+
+
+def test_a_killed_dump_goes_on_with_the_missing_shards(params, monkeypatch):
+    write_responses(6)
+    dump(params)
+    before = {path: path.read_bytes() for path in HIDDEN_STATES.rglob("*") if path.is_file()}
+    (HIDDEN_STATES / "train" / "shard-00001.json").unlink()  # a sidecar comes last: its shard may be cut off
+    (HIDDEN_STATES / "train" / "manifest.json").unlink()
+    (HIDDEN_STATES / "train" / ".shard-00002.safetensors.partial").write_bytes(b"cut off")
+    written = []
+    real = dump_module.write_shard
+    monkeypatch.setattr(dump_module, "write_shard", lambda *args: (written.append(args[1]), real(*args)))
+    dump(params)
+    assert written == ["shard-00001"]
+    assert {path: path.read_bytes() for path in HIDDEN_STATES.rglob("*") if path.is_file()} == before
+
+
+def test_another_layer_set_dumps_everything_anew(params, tiny_params):
+    write_responses(3)
+    dump(params)
+    totals = dump(tiny_params(dump={"batch_tokens": 24, "shard_tokens": 20}, contract={"aux_layer_ids": [0, 3, 4]}))
+    assert totals["train"]["taken_over"] == 0
+    assert HiddenStates(HIDDEN_STATES / "train").contract.aux_layer_ids == (0, 3, 4)
+
+
+def test_shards_beyond_the_plan_are_removed(params):
+    write_responses(6)
+    dump(params)
+    many = len(HiddenStates(HIDDEN_STATES / "train").shards)
+    write_responses(2)
+    dump(params)
+    left = {path.stem for path in (HIDDEN_STATES / "train").glob("shard-*")}
+    assert len(left) == len(HiddenStates(HIDDEN_STATES / "train").shards) < many
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_start(params, monkeypatch):
+    write_responses(3)
+    monkeypatch.setattr(dump_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    with pytest.raises(DraftlineError, match=r"need .* GB, the disk has 0\.0 GB free\. Options: dump\.storage_dtype"):
+        dump(params)
+    assert not list(HIDDEN_STATES.rglob("*.safetensors"))
+
+
+def test_a_format_of_another_version_is_refused(params):
+    write_responses(1)
+    dump(params)
+    manifest = HIDDEN_STATES / "train" / "manifest.json"
+    write_json(manifest, read_json(manifest) | {"format_version": 99})
+    with pytest.raises(DraftlineError, match="format_version 99"):
+        HiddenStates(HIDDEN_STATES / "train")
+
+
+def test_a_shard_that_cannot_be_read_is_named_with_its_sample(params):
+    write_responses(2)
+    dump(params)
+    shard = HIDDEN_STATES / "train" / "shard-00000.safetensors"
+    shard.write_bytes(shard.read_bytes()[:200])
+    with pytest.raises(DraftlineError, match=r"shard-00000.safetensors: cannot be read \(sample train-0\)"):
+        HiddenStates(HIDDEN_STATES / "train").read(0)
