@@ -1,0 +1,138 @@
+"""dvc.yaml against the code: every stage depends on all the code that can change its result."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.common.params import Params
+
+ROOT = Path(__file__).parents[1]
+STAGES: dict[str, dict] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
+ORDER = [
+    "verify_environment",
+    "prepare_target",
+    "collect_prompts",
+    "gate_prompts",
+    "regenerate_responses",
+    "gate_responses",
+    "dump_hidden_states",
+    "gate_hidden_states",
+    "train_draft",
+    "export_draft",
+    "gate_draft",
+    "launch_server",
+    "benchmark",
+    "gate_benchmark",
+]
+# Shared by every stage, and no result depends on it: a change here must not cost 50 hours of regeneration.
+PLUMBING = {
+    f"tasks/common/{name}.py"
+    for name in (
+        "errors",
+        "files",
+        "params",
+        "progress",
+        "stage",
+        "tracking",
+        "headline",
+        "dvc_files",
+        "mlflow_layout",
+        "versions",
+    )
+}
+
+
+def module_file(name: str) -> Path | None:
+    path = ROOT.joinpath(*name.split("."))
+    if (path / "__init__.py").exists():
+        return path / "__init__.py"
+    return path.with_suffix(".py") if path.with_suffix(".py").exists() else None
+
+
+def imported(path: Path) -> set[Path]:
+    """Files of this project that a module imports, at the top or inside a function."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {file for name in names if name.startswith("tasks.") and (file := module_file(name))}
+
+
+def code_of(stage: str) -> set[str]:
+    """The code that a stage runs, found by its imports; its own package counts as one."""
+    start = ROOT / "tasks" / stage / "__main__.py"
+    todo, seen = [start if start.exists() else ROOT / "tasks" / f"{stage}.py"], set()
+    while todo:
+        path = todo.pop()
+        if path not in seen:
+            seen.add(path)
+            todo += imported(path)
+    code = set()
+    for path in seen:
+        relative = path.relative_to(ROOT)
+        own = relative.is_relative_to(f"tasks/{stage}")
+        empty = path.name == "__init__.py" and not imported(path) and not own
+        if not empty and relative.as_posix() not in PLUMBING:
+            code.add(f"tasks/{stage}" if own else relative.as_posix())
+    return code
+
+
+def test_stages_stand_in_the_order_of_the_chain():
+    assert list(STAGES) == ORDER
+
+
+@pytest.mark.parametrize("stage", ORDER)
+def test_a_stage_depends_on_all_the_code_that_it_runs(stage):
+    listed = {dep for dep in STAGES[stage]["deps"] if dep.startswith("tasks/") and dep.endswith((".py", stage))}
+    assert listed == code_of(stage)
+
+
+@pytest.mark.parametrize("stage", ORDER)
+def test_a_stage_is_run_by_its_name(stage):
+    assert STAGES[stage]["cmd"] == f"python -m tasks.{stage}"
+
+
+@pytest.mark.parametrize("stage", ORDER)
+def test_parameters_named_exist(stage):
+    for name in STAGES[stage]["params"]:
+        value = Params()
+        for part in name.split("."):
+            value = getattr(value, part)
+
+
+def test_every_boundary_is_held_by_its_gate():
+    """What a gate checked is read only by stages that depend on the gate's verdict."""
+    for artifact, verdict, stages in (
+        ("artifacts/prompts", "prompts", ["regenerate_responses"]),
+        ("artifacts/responses", "responses", ["dump_hidden_states"]),
+        ("artifacts/hidden_states", "hidden_states", ["train_draft"]),
+        ("artifacts/export", "draft", ["launch_server"]),
+    ):
+        for stage in stages:
+            assert {artifact, f"reports/gates/{verdict}.json"} <= set(STAGES[stage]["deps"])
+
+
+def test_versions_are_a_dependency_of_what_computes_and_free_disk_of_nothing():
+    readers = {stage for stage, spec in STAGES.items() if "artifacts/environment/versions.json" in spec["deps"]}
+    assert {
+        "prepare_target",
+        "regenerate_responses",
+        "dump_hidden_states",
+        "train_draft",
+        "launch_server",
+        "benchmark",
+    } <= readers
+    assert not any("reports/environment.json" in spec["deps"] for spec in STAGES.values())
+
+
+def test_the_port_changes_no_result():
+    assert not any(
+        name in ("serve", "serve.port")
+        for stage, spec in STAGES.items()
+        for name in spec["params"]
+        if stage != "verify_environment"
+    )
