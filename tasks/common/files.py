@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,22 @@ ARTIFACTS = Path("artifacts")
 REPORTS = Path("reports")
 
 
-def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
-    """Write `data`, whole or in pieces, so that a reader sees the old file or the new one, never a part: fsync, then rename."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield where to write a new `path`: a reader sees the old file or the new one, never a part (fsync, rename)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        file.writelines([data] if isinstance(data, bytes) else data)
-        file.flush()
+    yield partial
+    with open(partial, "rb") as file:
         os.fsync(file.fileno())
-    os.replace(partial, path)
+    partial.chmod(0o644)  # safetensors makes files that only the owner can read
+    partial.replace(path)
+
+
+def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
+    """Write `data`, whole or in pieces, as the new content of `path`."""
+    with replacing(path) as partial, open(partial, "wb") as file:
+        file.writelines([data] if isinstance(data, bytes) else data)
 
 
 def write_json(path: Path, value: Any) -> None:

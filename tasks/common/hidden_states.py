@@ -10,7 +10,6 @@ No padding is stored. A shard counts as done when its sidecar exists, and the si
 place after the shard was, so a killed writer leaves nothing that looks whole.
 """
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
-from tasks.common.files import ARTIFACTS, read_json, sha256_file, write_json
+from tasks.common.files import ARTIFACTS, read_json, replacing, sha256_file, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -123,16 +122,13 @@ def write_shard(folder: Path, name: str, samples: list[Sample], plan_sha256: str
     import torch
     from safetensors.torch import save_file
 
-    folder.mkdir(parents=True, exist_ok=True)
     offsets = torch.tensor([0] + [sample.num_tokens for sample in samples]).cumsum(0)
     tensors = {
         field: torch.cat([getattr(s, field) for s in samples]) for field in ("input_ids", "loss_mask", "aux", "last")
     }
-    path, partial = folder / f"{name}.safetensors", folder / f".{name}.safetensors.partial"
-    save_file({**tensors, "sample_offsets": offsets}, partial)
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    path = folder / f"{name}.safetensors"
+    with replacing(path) as partial:
+        save_file({**tensors, "sample_offsets": offsets}, partial)
     rows = [asdict(describe(sample, name, index)) for index, sample in enumerate(samples)]
     write_json(folder / f"{name}.json", {"plan_sha256": plan_sha256, "sha256": sha256_file(path), "samples": rows})
 

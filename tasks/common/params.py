@@ -36,7 +36,9 @@ class ContractParams(Section):
 class Prompts(Section):
     """Which conversations the target answers."""
 
-    folder: str = Field("tasks/collect_prompts/builtin", description="JSONL files in messages form (infra/docs/prompts.md)")
+    folder: str = Field(
+        "tasks/collect_prompts/builtin", description="JSONL files in messages form (infra/docs/prompts.md)"
+    )
     max_train: Count | None = Field(None, description="take this many, spread over domains; null: all")
     max_heldout: Count | None = None
     max_prompt_tokens: Count = Field(512, description="longer prompts are dropped and counted")

@@ -1,0 +1,23 @@
+"""Memory in use on NVIDIA GPUs, as the driver sees it."""
+
+import shutil
+import subprocess
+
+
+def memory_used_mib() -> dict[int, int]:
+    """MiB in use by GPU index; empty on a machine without NVIDIA's driver."""
+    return {int(index): int(used) for index, used in query("--query-gpu=index,memory.used")}
+
+
+def processes() -> dict[int, int]:
+    """MiB in use by pid; a container may see none of them, or pids of its host."""
+    return {int(pid): int(used) for pid, used in query("--query-compute-apps=pid,used_memory") if used.isdigit()}
+
+
+def query(what: str) -> list[list[str]]:
+    """Rows of cells that `nvidia-smi` answers; none on a machine without it."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    command = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
+    return [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]

@@ -1,0 +1,238 @@
+"""A real SGLang server as a context manager: started, proven to be ours, used, and gone when the block ends.
+
+    with Server(baseline_plan(params)) as server:
+        completion = server.generate(token_ids, {"temperature": 0, "max_new_tokens": 64})
+
+The server leads its own session, writes to its own log, `logs/server-<kind>-<port>.log`, and is recorded beside
+it so that the next run finds what a killed one left.
+"""
+
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from tasks.common import gpu
+from tasks.common.errors import DraftlineError
+from tasks.common.server_log import LogReader, explain
+from tasks.common.server_plan import ServerPlan, process_environment
+from tasks.common.server_session import (
+    LOGS,
+    Process,
+    ServerRecord,
+    boot_id,
+    describe_process,
+    kill_session,
+    port_is_free,
+    port_owner,
+    reap_stale_servers,
+    record_path,
+    session_processes,
+    signals_held,
+)
+from tasks.common.sglang_client import SGLangClient
+
+# SGLang notices SIGTERM only every 5 s, and a stage must be gone within 5: it gets a moment, then SIGKILL.
+_GRACE_S = 0.5
+_POLL_S = 0.25
+_HEARTBEAT_S = 10.0
+_DYING_S = 5.0
+_GPU_RELEASE_S = 15.0
+_GPU_TOLERANCE_MIB = 256
+
+
+class Server(SGLangClient):
+    """A client of a server that it starts and stops itself."""
+
+    def __init__(self, plan: ServerPlan, folder: Path = LOGS):
+        super().__init__(f"http://127.0.0.1:{plan.port}")
+        self.plan = plan
+        self.log = folder / f"server-{plan.kind}-{plan.port}.log"
+        self.weight_version = f"draftline-{secrets.token_hex(8)}"
+        self._folder = folder
+        self._record = record_path(plan.kind, plan.port, folder)
+        self._recorded: ServerRecord | None = None
+        self._process: subprocess.Popen | None = None
+        self._launched_at = 0.0
+        self._gpu_before: dict[int, int] = {}
+        self._gpus: list[int] = []  # those that hold memory of this server
+
+    def __enter__(self) -> "Server":
+        try:
+            self.launch()
+            self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def launch(self) -> None:
+        """Start the process; returns at once.
+
+        Raises:
+            DraftlineError: somebody listens on the port.
+        """
+        for sentence in reap_stale_servers(self._folder):
+            _say(sentence)
+        if not port_is_free(self.plan.port):
+            owner = describe_process(port_owner(self.plan.port))
+            raise DraftlineError(
+                f"port {self.plan.port} is in use by {owner}. It would answer in place of our server. Stop it, or set "
+                f"serve.port to a free port."
+            )
+        self._gpu_before = self._gpu_memory()
+        self._launched_at = time.monotonic()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log, signals_held():
+            self._process = subprocess.Popen(
+                self.plan.command(self.weight_version),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=process_environment(self.plan.environment),
+                start_new_session=True,
+            )
+            self._write_record()
+
+    def wait_until_ready(self) -> None:
+        """Wait for health, saying how far the start is; then prove that it is this server that answers.
+
+        Raises:
+            DraftlineError: the process died, its log says that it is lost, it took longer than
+                serve.startup_timeout_s, or another server answers.
+        """
+        log, said, spoke_at, lost_at = LogReader(self.log), "", 0.0, None
+        try:
+            while not self.is_healthy():
+                now = time.monotonic()
+                log.read_on()
+                self._write_record()
+                if log.phase != said or now - spoke_at > _HEARTBEAT_S:
+                    said, spoke_at = log.phase, now
+                    _say(f"{self.plan.kind} server: {said} ({now - self._launched_at:.0f} s)")
+                if log.is_lost:
+                    lost_at = lost_at or now
+                if self._process.poll() is not None or (lost_at and now - lost_at > _DYING_S):
+                    raise DraftlineError(f"the {self.plan.kind} server died while {said}.{self._diagnosis()}")
+                if now - self._launched_at > self.plan.startup_timeout_s:
+                    raise DraftlineError(
+                        f"the {self.plan.kind} server was not ready after {self.plan.startup_timeout_s} s, still {said}. "
+                        f"Raise serve.startup_timeout_s if it only needs longer.{self._diagnosis()}"
+                    )
+                time.sleep(_POLL_S)
+        finally:
+            log.close()
+        self._write_record()
+        self._gpus = [index for index, used in self._gpu_memory().items() if self._has_grown(index, used)]
+        self._prove_identity()
+        _say(f"{self.plan.kind} server: ready on port {self.plan.port} ({time.monotonic() - self._launched_at:.0f} s)")
+
+    def stop(self) -> None:
+        """End the whole session, and prove that nothing of it is left.
+
+        Raises:
+            DraftlineError: a process, the port or GPU memory is still held.
+        """
+        if self._process is None:
+            return
+        process = self._process
+        try:
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
+        finally:
+            kill_session(process.pid)
+        process.wait()
+        self._process = None
+        self._record.unlink(missing_ok=True)
+        if not port_is_free(self.plan.port):
+            owner = describe_process(port_owner(self.plan.port))
+            raise DraftlineError(f"port {self.plan.port} is still in use after the server was stopped, by {owner}.")
+        self._prove_gpu_memory_is_back()
+
+    def _prove_identity(self) -> None:
+        """A health check may be answered by an old server that still holds the port (failure mode S1)."""
+        answered = self.generate([0], {"max_new_tokens": 1, "temperature": 0}).weight_version
+        if answered != self.weight_version:
+            raise DraftlineError(
+                f"{self.url} is answered by another server: its weight version is {answered}, ours is {self.weight_version}. "
+                f"The port belongs to {describe_process(port_owner(self.plan.port))}."
+            )
+        owner = port_owner(self.plan.port)
+        if owner is not None and owner not in {process.pid for process in self._session()}:
+            raise DraftlineError(
+                f"port {self.plan.port} belongs to {describe_process(owner)}, not to the server started here."
+            )
+        info = self.server_info()
+        expected = {
+            "model_path": str(self.plan.target),
+            "speculative_algorithm": self.plan.algorithm,
+            "speculative_draft_model_path": str(self.plan.draft) if self.plan.draft else None,
+            "dtype": self.plan.dtype,
+        }
+        wrong = [
+            f"{key} is {info.get(key)}, planned {value}" for key, value in expected.items() if info.get(key) != value
+        ]
+        if wrong:
+            raise DraftlineError(f"{self.url}/server_info disagrees with the plan: {'; '.join(wrong)}. Log: {self.log}")
+
+    def _prove_gpu_memory_is_back(self) -> None:
+        deadline = time.monotonic() + _GPU_RELEASE_S
+        while self._gpus:
+            held = {i: used for i, used in self._gpu_memory().items() if i in self._gpus and self._has_grown(i, used)}
+            if not held:
+                return
+            if time.monotonic() > deadline:
+                raise DraftlineError(
+                    f"GPU memory did not come back after the server was stopped: MiB in use by GPU {held}, before "
+                    f"{self._gpu_before}. Processes that the driver names: {gpu.processes() or 'none'}. Unless another job "
+                    f"has started meanwhile, a process that is left holds it."
+                )
+            time.sleep(_POLL_S)
+
+    def _gpu_memory(self) -> dict[int, int]:
+        return gpu.memory_used_mib() if self.plan.device.startswith("cuda") else {}
+
+    def _has_grown(self, index: int, used: int) -> bool:
+        return used > self._gpu_before.get(index, 0) + _GPU_TOLERANCE_MIB
+
+    def _session(self) -> tuple[Process, ...]:
+        return session_processes(self._process.pid) if self._process else ()
+
+    def _write_record(self) -> None:
+        processes = self._session() or (Process.of(self._process.pid),)
+        record = ServerRecord(self.plan.kind, self.plan.port, boot_id(), Process.current(), processes)
+        if record != self._recorded:
+            record.write(self._record)
+            self._recorded = record
+
+    def _diagnosis(self) -> str:
+        exit_code = self._process.poll() if self._process else None
+        log = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
+        state = "it still runs" if exit_code is None else f"exit code {exit_code}"
+        return f"\n{self.log} ({state}):\n{explain(log, exit_code)}"
+
+
+@contextmanager
+def running(*servers: Server) -> Iterator[None]:
+    """Several servers at once. On a CPU they start side by side; on a GPU in turn, since each measures free memory."""
+    with ExitStack() as stack:
+        for server in servers:
+            stack.callback(server.stop)
+            server.launch()
+            if server.plan.device != "cpu":
+                server.wait_until_ready()
+        for server in servers:
+            if server.plan.device == "cpu":
+                server.wait_until_ready()
+        yield
+
+
+def _say(sentence: str) -> None:
+    print(sentence, file=sys.stderr, flush=True)

@@ -1,0 +1,81 @@
+"""Reading the log of a starting SGLang server: how far it is, whether it is lost, and what would help."""
+
+import re
+
+# First match of a line wins; phases may repeat (target and draft load one after the other).
+_PHASES = (
+    (re.compile(r"The server is fired up"), "ready"),
+    (re.compile(r"Uvicorn running on"), "warming up"),
+    (re.compile(r"[Cc]apture .*graph"), "capturing CUDA graphs"),
+    (re.compile(r"KV Cache is allocated|Memory pool end"), "allocating the KV cache"),
+    (re.compile(r"Load weight (begin|end)"), "loading weights"),
+    (re.compile(r"Init (torch distributed|parallel) begin"), "starting the scheduler"),
+    (re.compile(r"server_args="), "importing SGLang in the scheduler"),
+)
+FIRST_PHASE = "importing SGLang"
+# A traceback alone is no sign: SGLang logs some and lives on.
+_FATAL = re.compile(
+    r"Scheduler hit an exception|DataParallelController hit an exception|[Rr]eceived sigquit|SIGQUIT received|"
+    r"Initialization failed|Rank \d+ scheduler (is dead|died)|address already in use|Killing the server"
+)
+_HINTS = (
+    (
+        r"out of memory|OutOfMemoryError|Not enough memory|bad_alloc|Cannot allocate memory",
+        "It ran out of memory. Lower serve.mem_fraction_static, serve.max_total_tokens or serve.max_running_requests, and "
+        "see what else holds memory (`nvidia-smi`, `free -g`).",
+    ),
+    (
+        r"architectures? .*(not supported|are not supported)|set_eagle3_layers_to_capture|does not support EAGLE3?",
+        "This SGLang does not serve the target's architecture, or cannot capture aux states from it.",
+    ),
+    (
+        r"address already in use",
+        "Another process took the port between the check and the start. Set serve.port to a free one.",
+    ),
+    (
+        r"No module named '?(sgl_kernel|sglang_kernel|torchvision|flashinfer)|sgl_kernel'? object has no attribute|"
+        r"operator (sgl_kernel|torchvision)::|no kernel image",
+        "A kernel is missing. On a CPU, infra/sglang_cpu must be first on PYTHONPATH (the plan sees to it; the operator "
+        "named may not be written yet). On a GPU, install the sglang-kernel wheel that this SGLang pins.",
+    ),
+    (r"AttributeError.*draft_vocab_size", "The draft's config.json lacks draft_vocab_size. Export it again."),
+)
+_EXCEPTION = re.compile(r"^(\[[^\]]*\] )?[\w.]*(Error|Exception|Interrupt)\b.*")
+
+
+class LogReader:
+    """Follows the log file of one server."""
+
+    def __init__(self, path):
+        self.path = path
+        self._file = path.open(encoding="utf-8", errors="replace")
+        self.phase = FIRST_PHASE
+        self.is_lost = False
+
+    def read_on(self) -> None:
+        """Take in what was written since the last call."""
+        for line in self._file:
+            self.phase = next((phase for pattern, phase in _PHASES if pattern.search(line)), self.phase)
+            self.is_lost = self.is_lost or bool(_FATAL.search(line))
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def explain(log: str, exit_code: int | None) -> str:
+    """The part of a dead server's log that says why, and a hint where the reason is known.
+
+    Args:
+        log: all of it.
+        exit_code: of the server; negative for a signal, None while it lives.
+    """
+    # Two kinds of noise: the arguments, 20 kB in a line, and every model file that this machine cannot import.
+    lines = [line[:300] for line in log.splitlines() if not re.search("server_args=|Ignore import error", line)]
+    errors = [number for number, line in enumerate(lines) if _EXCEPTION.match(line) or _FATAL.search(line)]
+    known = [(number, hint) for number in errors for pattern, hint in _HINTS if re.search(pattern, lines[number])]
+    # The first error of a known kind, since those that follow only report it; else the last of all.
+    end, hint = known[0] if known else (errors[-1] if errors else len(lines) - 1, "")
+    excerpt = "\n".join(f"    {line}" for line in lines[max(0, end - 11) : end + 1])
+    if not hint and exit_code == -9:
+        hint = "It was killed (signal 9) without a word: most likely by the kernel, for memory. See `dmesg`."
+    return "\n".join(part for part in (excerpt, hint) if part)

@@ -1,0 +1,227 @@
+"""What is said to SGLang, and why: the whole command line and environment of a server, checked before it starts.
+
+Three kinds of server, with the same flags wherever they could change speed or results:
+
+    baseline_plan      the target alone
+    capture_plan       the target alone, answering with its aux hidden states
+    speculative_plan   the target with an exported EAGLE-3 draft (speculative_plan.py)
+
+Each setting carries its reason; `python -m tasks.launch_server --print` shows them.
+"""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Literal
+
+from tasks.common.contract import served_layer_ids
+from tasks.common.errors import DraftlineError
+from tasks.common.params import PARAMS, Params
+from tasks.common.target import TARGET, TargetShape, load_config, model_folder, target_contract
+
+# Import hook and kernel stand-in without which no released SGLang wheel runs on a CPU.
+_CPU_ENGINE = Path(__file__).resolve().parents[2] / "infra" / "sglang_cpu"
+_CAPTURE_ONLY_SINCE = (0, 5, 23)
+# Other spellings of flags that a plan sets, so that `serve.extra_args` cannot slip past it.
+_ALIASES = {"--model": "--model-path", "--speculative-draft-model": "--speculative-draft-model-path"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A flag or an environment variable of a server, with the reason why it is there."""
+
+    name: str
+    values: tuple[str, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """A checked server: what to start, and what it must say of itself once it runs.
+
+    Attributes:
+        algorithm: what /server_info must report as speculative_algorithm.
+        target: folder of the target's weights.
+        draft: folder of the exported draft, None without speculation.
+        flags: the command line, without the weight version that the run adds.
+    """
+
+    kind: Literal["speculative", "baseline", "capture"]
+    port: int
+    startup_timeout_s: int
+    device: str
+    dtype: str
+    target: Path
+    draft: Path | None
+    algorithm: str | None
+    flags: tuple[Setting, ...]
+    environment: tuple[Setting, ...]
+
+    def command(self, weight_version: str) -> list[str]:
+        """Arguments to start; `weight_version` comes back in every answer and tells this server from a stale one."""
+        words = [word for flag in self.flags for word in (flag.name, *flag.values)]
+        return [sys.executable, "-m", "sglang.launch_server", *words, "--weight-version", weight_version]
+
+    def with_hidden_states(self) -> "ServerPlan":
+        """The same server, able to answer with the states that the draft is fed (contract, section 6)."""
+        return replace(
+            self,
+            flags=(
+                *self.flags,
+                flag("--enable-return-hidden-states", reason="answers carry the states of every token"),
+                flag("--disable-radix-cache", reason="the states of prompt tokens found in the cache are left out"),
+            ),
+        )
+
+
+def baseline_plan(params: Params, *, port: int | None = None, target: Path = TARGET) -> ServerPlan:
+    """The target without speculation, under the flags that the speculative server has too.
+
+    Args:
+        port: other than `serve.port`, where two servers run at once.
+
+    Raises:
+        DraftlineError: the settings cannot be served; says which and why.
+    """
+    port = port or params.serve.port
+    _check_context(params, target)
+    model = model_folder(params.target, target)
+    shared = _shared_flags(params, port, model)
+    return ServerPlan(
+        kind="baseline",
+        port=port,
+        startup_timeout_s=params.serve.startup_timeout_s,
+        device=params.target.device,
+        dtype=params.target.dtype,
+        target=model,
+        draft=None,
+        algorithm=None,
+        flags=(*shared, *_extra_flags(params, shared)),
+        environment=server_environment(params),
+    )
+
+
+def capture_plan(params: Params, *, port: int | None = None, target: Path = TARGET) -> ServerPlan:
+    """The target alone, with the aux states of the contract's layers in its answers.
+
+    Raises:
+        DraftlineError: the SGLang at hand cannot capture without a draft, or the settings cannot be served.
+    """
+    if _sglang_version() < _CAPTURE_ONLY_SINCE:
+        raise DraftlineError(
+            f"SGLang {version('sglang')} captures aux hidden states only beside a draft; "
+            f"{'.'.join(map(str, _CAPTURE_ONLY_SINCE))} is the first version seen to do it without one."
+        )
+    contract = target_contract(params.contract, target)
+    ids = map(str, served_layer_ids(contract.aux_layer_ids, contract.architecture))
+    plan = baseline_plan(params, port=port, target=target)
+    capture = (
+        flag("--speculative-algorithm", "EAGLE3", reason="names the capture convention; no draft is loaded"),
+        flag("--enable-return-aux-hidden-states", reason="answers carry aux states in place of the last state"),
+        flag("--return-aux-hidden-state-layer-ids", *ids, reason=f"outputs {list(contract.aux_layer_ids)}"),
+        flag("--disable-radix-cache", reason="the states of prompt tokens found in the cache are left out"),
+    )
+    return replace(plan, kind="capture", flags=(*plan.flags, *capture))
+
+
+def flag(name: str, *values: str, reason: str) -> Setting:
+    """A setting as it is written: its name, its values, and why."""
+    return Setting(name, values, reason)
+
+
+def _shared_flags(params: Params, port: int, model: Path) -> tuple[Setting, ...]:
+    serve, kind, _, index = params.serve, *params.target.device.partition(":")
+    flags = [
+        flag("--model-path", str(model), reason="the target's weights"),
+        flag("--host", "127.0.0.1", reason="loopback: nobody else can reach it"),
+        flag("--port", str(port), reason="serve.port; the benchmark's second server takes the next one"),
+        flag("--device", kind, reason="target.device"),
+        flag("--dtype", params.target.dtype, reason="target.dtype: the draft was trained on states of this type"),
+        flag("--context-length", str(serve.context_length), reason="serve.context_length, within target and draft"),
+        flag(
+            "--max-running-requests",
+            str(serve.max_running_requests),
+            reason="stated, since SGLang lowers it to 48 on its own once it speculates",
+        ),
+        flag("--mem-fraction-static", str(serve.mem_fraction_static), reason="leaves room for a second server"),
+        flag("--sleep-on-idle", reason="an idle server would otherwise spin on a whole core"),
+    ]
+    if serve.max_total_tokens:
+        flags.append(
+            flag("--max-total-tokens", str(serve.max_total_tokens), reason="KV cache tokens, equal in both arms")
+        )
+    if index:
+        flags.append(flag("--base-gpu-id", index, reason="target.device names this GPU"))
+    if params.target.trust_remote_code:
+        flags.append(flag("--trust-remote-code", reason="target.trust_remote_code"))
+    if kind == "cpu":
+        why = "the only CPU backend that verifies drafts (a plain --attention-backend becomes torch_native)"
+        flags.append(flag("--prefill-attention-backend", "intel_amx", reason=why))
+        flags.append(flag("--decode-attention-backend", "intel_amx", reason="as above, and the same in both arms"))
+    return tuple(flags)
+
+
+def server_environment(params: Params) -> tuple[Setting, ...]:
+    """What every server gets, whatever it serves; `process_environment` adds it to this process's own."""
+    offline = flag("HF_HUB_OFFLINE", "1", reason="target and draft are local folders: nothing is to be fetched")
+    if params.target.device != "cpu":
+        return (offline,)
+    return (
+        offline,
+        flag("SGLANG_USE_CPU_ENGINE", "1", reason="selects SGLang's CPU engine"),
+        flag("PYTHONPATH", str(_CPU_ENGINE), reason="first on the path: what the wheel lacks on a CPU"),
+        flag("TORCHDYNAMO_DISABLE", "1", reason="spares half a minute of compiling at the first request"),
+    )
+
+
+def process_environment(settings: tuple[Setting, ...]) -> dict[str, str]:
+    """This process's environment with the settings; what PYTHONPATH holds already stays behind them."""
+    environment = dict(os.environ)
+    for setting in settings:
+        inherited = [environment[setting.name]] if setting.name == "PYTHONPATH" and setting.name in environment else []
+        environment[setting.name] = os.pathsep.join([*setting.values, *inherited])
+    return environment
+
+
+def attention_backends(params: Params) -> tuple[str, ...]:
+    """Attention backends that the flags name; none where the choice is left to SGLang."""
+    shared = _shared_flags(params, params.serve.port, TARGET)
+    named = ("--attention-backend", "--prefill-attention-backend", "--decode-attention-backend")
+    flags = (flag for flag in (*shared, *_extra_flags(params, shared)) if flag.name in named)
+    return tuple(dict.fromkeys(value for flag in flags for value in flag.values))
+
+
+def _extra_flags(params: Params, planned: tuple[Setting, ...]) -> list[Setting]:
+    extras: list[Setting] = []
+    for word in params.serve.extra_args:
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            extras.append(Setting(name, (value,) if equals else (), "serve.extra_args"))
+        elif extras:
+            extras[-1] = replace(extras[-1], values=(*extras[-1].values, word))
+        else:
+            raise DraftlineError(f"{PARAMS}: serve.extra_args starts with {word!r}, which belongs to no flag.")
+    taken = {flag.name for flag in planned}
+    for extra in extras:
+        name = _ALIASES.get(extra.name, extra.name)
+        if name in taken or name.startswith(("--speculative-", "--weight-version")):
+            raise DraftlineError(
+                f"{PARAMS}: serve.extra_args holds {extra.name}, which Draftline sets itself so that it can be checked. "
+                f"Change the parameter that it comes from (`python -m tasks.launch_server --print` names it)."
+            )
+    return extras
+
+
+def _check_context(params: Params, target: Path) -> None:
+    limit = TargetShape.of(load_config(target)).max_position_embeddings
+    if params.serve.context_length > limit:
+        raise DraftlineError(
+            f"{PARAMS}: serve.context_length is {params.serve.context_length}, but {target / 'config.json'} has {limit} "
+            f"positions. Set serve.context_length to at most {limit}."
+        )
+
+
+def _sglang_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())

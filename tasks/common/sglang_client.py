@@ -1,0 +1,149 @@
+"""What is asked of a running SGLang server over HTTP, and its answers, typed, in the spellings of 0.5.16 and 0.5.23."""
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tasks.common.errors import DraftlineError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# An answer may take long; SGLang's own watchdog ends a server that hangs well before this.
+_ANSWER_TIMEOUT_S = 3600
+_CONNECTIONS = 256
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer of a server.
+
+    Attributes:
+        output_ids: generated tokens, the stop token included where one ended the answer.
+        finish_reason: 'stop' or 'length'.
+        cached_tokens: prompt tokens found in the prefix cache.
+        weight_version: what the server was started with; identifies it.
+        verify_rounds: target forwards that verified a draft; 0 without speculation.
+        correct_drafts: draft tokens that the target agreed with.
+        correct_drafts_histogram: [c] counts the rounds with c correct draft tokens.
+        hidden_states: float32 [rows, width], prompt tokens first; None unless asked for.
+        seconds: from the request's first byte to the answer's last.
+    """
+
+    output_ids: list[int]
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    weight_version: str
+    verify_rounds: int
+    correct_drafts: int
+    correct_drafts_histogram: tuple[int, ...]
+    hidden_states: "np.ndarray | None"
+    seconds: float
+
+    @classmethod
+    def of(cls, answer: dict[str, Any], seconds: float) -> "Completion":
+        """Read an answer of /generate."""
+        meta = answer["meta_info"]
+        return cls(
+            output_ids=answer["output_ids"],
+            text=answer["text"],
+            finish_reason=meta["finish_reason"]["type"],
+            prompt_tokens=meta["prompt_tokens"],
+            cached_tokens=meta["cached_tokens"],
+            weight_version=meta["weight_version"],
+            verify_rounds=meta.get("spec_verify_ct", 0),
+            correct_drafts=_either(meta, "spec_num_correct_drafts", "spec_accepted_drafts", 0),
+            correct_drafts_histogram=tuple(_either(meta, "spec_correct_drafts_histogram", "spec_accept_histogram", ())),
+            hidden_states=_rows(meta["hidden_states"]) if meta.get("hidden_states") else None,
+            seconds=seconds,
+        )
+
+
+class SGLangClient:
+    """Talks to one server; may be shared by threads."""
+
+    def __init__(self, url: str):
+        import requests
+        from requests.adapters import HTTPAdapter
+
+        self.url = url
+        self._http = requests.Session()
+        self._http.trust_env = False  # a proxy of the environment has no business on loopback
+        self._http.mount("http://", HTTPAdapter(pool_connections=1, pool_maxsize=_CONNECTIONS))
+
+    def generate(
+        self, input_ids: list[int], sampling: dict[str, Any], *, return_hidden_states: bool = False
+    ) -> Completion:
+        """Continue `input_ids`.
+
+        Args:
+            sampling: SGLang's names: temperature, max_new_tokens, ...
+
+        Raises:
+            DraftlineError: the server refused the request, aborted it, or died.
+        """
+        body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling}
+        if return_hidden_states:
+            body["return_hidden_states"] = True
+        started = time.perf_counter()
+        answer = self._ask("POST", "/generate", json=body)
+        completion = Completion.of(answer, time.perf_counter() - started)
+        if completion.finish_reason == "abort":
+            raise DraftlineError(f"{self.url}: the request was aborted: {answer['meta_info']['finish_reason']}")
+        return completion
+
+    def flush_cache(self) -> None:
+        """Empty the prefix cache; no request may be in flight."""
+        self._ask("POST", "/flush_cache")
+
+    def server_info(self) -> dict[str, Any]:
+        """The arguments that the server resolved, and its state."""
+        return self._ask("GET", "/server_info")
+
+    def is_healthy(self) -> bool:
+        """Whether the server answers /health, which makes it generate a token."""
+        import requests
+
+        try:
+            return self._http.get(f"{self.url}/health", timeout=30).status_code == 200
+        except requests.RequestException:
+            return False
+
+    def _ask(self, method: str, path: str, **kwargs: Any) -> Any:
+        import requests
+
+        try:
+            response = self._http.request(method, self.url + path, timeout=_ANSWER_TIMEOUT_S, **kwargs)
+        except requests.RequestException as error:
+            raise DraftlineError(f"{self.url}{path}: no answer: {error}{self._diagnosis()}") from None
+        if not response.ok:
+            diagnosis = self._diagnosis() if response.status_code >= 500 else ""
+            raise DraftlineError(
+                f"{self.url}{path}: refused with {response.status_code}: {response.text[:500]}{diagnosis}"
+            )
+        return response.json() if "json" in response.headers.get("content-type", "") else response.text
+
+    def _diagnosis(self) -> str:
+        """What else is known when the server does not answer; a server of our own knows its log."""
+        return ""
+
+
+def _either(meta: dict[str, Any], name: str, old_name: str, default: Any) -> Any:
+    """0.5.23's spelling, else 0.5.16's; null counts as absent."""
+    value = meta.get(name, meta.get(old_name))
+    return default if value is None else value
+
+
+def _rows(hidden_states: list) -> "np.ndarray":
+    """Flatten SGLang's nesting: a list of rows for each chunk of the prompt, then a row a generated token."""
+    import numpy as np
+
+    rows: list[list[float]] = []
+    for part in hidden_states:
+        if isinstance(part[0], list):
+            rows.extend(part)
+        else:
+            rows.append(part)
+    return np.asarray(rows, dtype=np.float32)

@@ -1,0 +1,79 @@
+"""Single tensors of a target, read without loading the model."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from tasks.common.errors import DraftlineError
+from tasks.common.target import TARGET
+
+
+class TargetWeights:
+    """Tensors of a Hugging Face folder: one file or an index of shards, head tied to the embedding or not."""
+
+    def __init__(self, folder: Path = TARGET):
+        """Find which file holds which tensor; reads headers only.
+
+        Raises:
+            DraftlineError: the folder holds no safetensors weights.
+        """
+        self.folder = folder
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        if index.exists():
+            self._files: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
+        elif single.exists():
+            with safe_open(single, framework="pt") as file:
+                self._files = dict.fromkeys(file.keys(), single.name)
+        else:
+            raise DraftlineError(
+                f"{folder}: neither model.safetensors nor model.safetensors.index.json. Draftline reads safetensors "
+                f"weights; prepare the target again: `dvc repro prepare_target`."
+            )
+
+    def find(self, suffix: str) -> str | None:
+        """Full name of the one tensor whose name ends with `suffix` (multimodal targets prefix the language model's).
+
+        Raises:
+            DraftlineError: several tensors match.
+        """
+        names = [name for name in self._files if name == suffix or name.endswith(f".{suffix}")]
+        if len(names) > 1:
+            raise DraftlineError(f"{self.folder}: several tensors are named {suffix}: {', '.join(sorted(names))}.")
+        return names[0] if names else None
+
+    def read(self, suffix: str) -> torch.Tensor:
+        """The tensor whose name ends with `suffix`, in float32.
+
+        Raises:
+            DraftlineError: there is none; names it.
+        """
+        name = self.find(suffix)
+        if name is None:
+            raise DraftlineError(
+                f"{self.folder}: no tensor {suffix} among {len(self._files)}. Draftline needs a decoder-only target with Llama's "
+                f"tensor names; see what is there with `safetensors`' safe_open(...).keys()."
+            )
+        with safe_open(self.folder / self._files[name], framework="pt") as file:
+            return file.get_tensor(name).float()
+
+    def shape(self, suffix: str) -> tuple[int, ...] | None:
+        """Shape of the tensor whose name ends with `suffix`, from its header; None where there is none."""
+        name = self.find(suffix)
+        if name is None:
+            return None
+        with safe_open(self.folder / self._files[name], framework="pt") as file:
+            return tuple(file.get_slice(name).get_shape())
+
+    def embed_tokens(self) -> torch.Tensor:
+        """[V, H]."""
+        return self.read("embed_tokens.weight")
+
+    def lm_head(self) -> torch.Tensor:
+        """[V, H]: the head's own rows, or the embedding's where the two are tied."""
+        return self.read("lm_head.weight") if self.find("lm_head.weight") else self.embed_tokens()
+
+    def final_norm(self) -> torch.Tensor:
+        """Weight of the RMSNorm before the head, [H]."""
+        return self.read("model.norm.weight")

@@ -1,0 +1,239 @@
+"""The life of a server process, with small scripts in the place of SGLang: only the lifecycle is under test."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tasks.common.errors import DraftlineError
+from tasks.common.server import Server
+from tasks.common.server_log import explain
+from tasks.common.server_plan import ServerPlan
+from tasks.common.server_session import Process, ServerRecord, port_is_free, session_processes
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    PORT = free.getsockname()[1]
+
+
+@dataclass(frozen=True)
+class ScriptPlan(ServerPlan):
+    """A plan that starts a Python script."""
+
+    script: str = ""
+
+    def command(self, weight_version: str) -> list[str]:
+        return [sys.executable, "-c", self.script]
+
+
+def scripted(script: str, folder: Path, timeout_s: int = 30) -> Server:
+    plan = ScriptPlan(
+        "baseline",
+        PORT,
+        timeout_s,
+        "cpu",
+        "float32",
+        Path("target"),
+        None,
+        None,
+        flags=(),
+        environment=(),
+        script=script,
+    )
+    return Server(plan, folder)
+
+
+STUBBORN = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
+time.sleep(60)
+"""
+
+
+def test_a_port_in_use_is_refused_with_its_owner(tmp_path):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", PORT))
+        other.listen()
+        with pytest.raises(DraftlineError, match=f"port {PORT} is in use by pid {os.getpid()} .*python"):
+            scripted("", tmp_path).launch()
+    assert not list(tmp_path.glob("server-*.json"))
+
+
+def test_a_dying_server_is_quoted_with_a_hint(tmp_path):
+    script = "print('Load weight begin.'); raise ValueError('Model architectures [X] are not supported for now.')"
+    with pytest.raises(DraftlineError) as failure, scripted(script, tmp_path):
+        pass
+    for part in (
+        "died while",
+        "exit code 1",
+        "ValueError: Model architectures [X]",
+        "does not serve the target's architecture",
+    ):
+        assert part in str(failure.value)
+
+
+def test_a_server_that_says_it_is_lost_but_lingers_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.common.server._DYING_S", 0.5)
+    script = (
+        "import time; print('Scheduler hit an exception: OutOfMemoryError: out of memory', flush=True); time.sleep(60)"
+    )
+    with pytest.raises(DraftlineError, match="It ran out of memory"), scripted(script, tmp_path):
+        pass
+
+
+def test_a_traceback_that_sglang_survives_is_no_reason_to_give_up(tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.common.server._DYING_S", 0.2)
+    script = "import time; print('Traceback (most recent call last):\\nConnectionError: x', flush=True); time.sleep(60)"
+    with pytest.raises(DraftlineError, match="was not ready after 2 s"), scripted(script, tmp_path, timeout_s=2):
+        pass
+
+
+def test_a_server_that_ignores_sigterm_is_gone_with_its_children_in_five_seconds(tmp_path):
+    server = scripted(STUBBORN, tmp_path)
+    server.launch()
+    session = server._process.pid
+    while len(session_processes(session)) < 2:
+        time.sleep(0.02)
+    began = time.monotonic()
+    server.stop()
+    assert time.monotonic() - began < 5
+    assert session_processes(session) == ()
+    assert not list(tmp_path.glob("server-*.json"))
+
+
+def test_a_stage_that_gets_sigterm_takes_its_starting_server_along(tmp_path):
+    stage = f"""
+import signal, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_server import STUBBORN, scripted
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+with scripted(STUBBORN, Path({str(tmp_path)!r}), timeout_s=60) as server:
+    pass
+"""
+    process = subprocess.Popen([sys.executable, "-c", stage], cwd=Path(__file__).parents[2])
+    while not (records := list(tmp_path.glob("server-*.json"))):
+        time.sleep(0.05)
+    leader = ServerRecord.read(records[0]).processes[0]
+    time.sleep(0.5)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(5) == 143
+    assert not leader.is_alive
+    assert session_processes(leader.pid) == ()
+
+
+def test_a_signal_in_the_very_moment_of_the_start_leaves_nothing_behind(tmp_path, monkeypatch):
+    started = []
+
+    def interrupted(*args, **kwargs):
+        started.append(subprocess.Popen(*args, **kwargs))
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)
+        return started[0]
+
+    server = scripted("import time; time.sleep(60)", tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr("tasks.common.server.subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": interrupted}))
+        with pytest.raises(KeyboardInterrupt), server:
+            pass
+    assert session_processes(started[0].pid) == ()
+    assert not list(tmp_path.glob("server-*.json"))
+
+
+def test_another_server_on_the_port_does_not_pass_for_ours(tmp_path, stranger):
+    server = scripted("import time; time.sleep(60)", tmp_path)
+    server.weight_version = "draftline-ours"
+    with pytest.raises(
+        DraftlineError, match=r"answered by another server: its weight version is stale, ours is draftline-ours"
+    ):
+        server._prove_identity()
+
+
+@pytest.fixture
+def stranger():
+    """An old server that still holds the port and answers everything."""
+    import json
+    import threading
+    from http.server import BaseHTTPRequestHandler, HTTPServer
+
+    meta = {"finish_reason": {"type": "length"}, "prompt_tokens": 1, "cached_tokens": 0, "weight_version": "stale"}
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.dumps({"output_ids": [1], "text": "", "meta_info": meta}).encode()
+            self.send_response(200)
+            self.send_header("content-type", "application/json")
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    httpd = HTTPServer(("127.0.0.1", PORT), Answer)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    yield
+    httpd.shutdown()
+    httpd.server_close()
+    assert port_is_free(PORT)
+
+
+def test_gpu_memory_that_does_not_come_back_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.common.server._GPU_RELEASE_S", 0.1)
+    monkeypatch.setattr("tasks.common.gpu.query", lambda what: [["0", "4"], ["1", "9000"]] if "index" in what else [])
+    server = scripted("", tmp_path)
+    server.plan = replace(server.plan, device="cuda")
+    server._gpu_before, server._gpus = {0: 4, 1: 4}, [0, 1]
+    with pytest.raises(DraftlineError, match=r"did not come back .*\{1: 9000\}, before \{0: 4, 1: 4\}"):
+        server._prove_gpu_memory_is_back()
+
+
+def test_a_start_that_is_killed_leaves_a_record_that_names_it(tmp_path):
+    server = scripted("import time; time.sleep(60)", tmp_path)
+    server.launch()
+    record = ServerRecord.read(tmp_path / f"server-baseline-{PORT}.json")
+    assert record.owner == Process.current()
+    assert record.processes[0] == Process.of(server._process.pid)
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("log", "exit_code", "hint"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory.", 1, "ran out of memory"),
+        ("ModuleNotFoundError: No module named 'sgl_kernel'", 1, "A kernel is missing"),
+        (
+            "OSError: [Errno 98] error while attempting to bind: address already in use",
+            1,
+            "Set serve.port to a free one",
+        ),
+        ("AttributeError: 'LlamaConfig' object has no attribute 'draft_vocab_size'", 1, "lacks draft_vocab_size"),
+        ("Load weight begin.", -9, "most likely by the kernel, for memory"),
+    ],
+)
+def test_known_deaths_come_with_a_hint(log, exit_code, hint):
+    assert hint in explain(log, exit_code)
+
+
+def test_model_files_that_cannot_be_imported_explain_nothing():
+    log = "Ignore import error when loading sglang.srt.models.grok: 'sgl_kernel' object has no attribute 'x'\nValueError: y"
+    assert "kernel is missing" not in explain(log, 1)
+
+
+def test_the_cause_is_quoted_and_not_the_errors_that_follow_from_it():
+    log = "torch.OutOfMemoryError: CUDA out of memory.\nRuntimeError: Initialization failed. See above."
+    assert explain(log, 1).splitlines()[0].strip() == "torch.OutOfMemoryError: CUDA out of memory."
+
+
+def test_the_excerpt_ends_with_the_exception_and_not_with_what_came_after():
+    log = "\n".join(["noise"] * 50 + ["ValueError: the reason"] + [f"later {i}" for i in range(50)])
+    assert explain(log, 1).splitlines()[-1].strip() == "ValueError: the reason"

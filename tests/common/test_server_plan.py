@@ -1,0 +1,170 @@
+"""What a plan says to SGLang, and the mistakes that it refuses before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tasks.common.errors import DraftlineError
+from tasks.common.server_plan import baseline_plan, capture_plan
+from tasks.common.speculative_plan import speculative_plan
+from tasks.common.target import target_contract
+from tests.random_draft import write_random_draft
+
+SERVE = {"context_length": 512, "port": 31201}
+AUX = {"aux_layer_ids": [1, 3, 4]}
+
+
+@pytest.fixture
+def make_plan(project, tiny_params):
+    """`make_plan(config={...}, contract={...}, **sections)`: the plan over an export with these values replaced."""
+
+    def make(config=None, contract=None, **sections):
+        params, draft = tiny_params(**{"serve": SERVE, "contract": AUX} | sections), Path("artifacts/export")
+        carried = target_contract(params.contract)
+        write_random_draft(draft, carried, **(config or {}))
+        (draft / "draftline.json").write_text(json.dumps({"contract": carried.model_dump() | (contract or {})}))
+        return speculative_plan(params)
+
+    return make
+
+
+def said(plan) -> dict[str, str]:
+    return {setting.name: " ".join(setting.values) for setting in (*plan.environment, *plan.flags)}
+
+
+# --- refusals
+
+
+def test_eagle_for_an_eagle3_draft_is_refused_with_what_would_happen(make_plan):
+    with pytest.raises(DraftlineError) as refusal:
+        make_plan(serve=SERVE | {"speculative_algorithm": "EAGLE"})
+    for part in ("speculative_algorithm is EAGLE", "fc is never called", "64-wide", "3 x 64 = 192", "EAGLE3"):
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", "NEXTN", "NGRAM"])
+def test_nothing_but_eagle3_is_planned(make_plan, algorithm):
+    with pytest.raises(DraftlineError, match=f"speculative_algorithm is {algorithm}"):
+        make_plan(serve=SERVE | {"speculative_algorithm": algorithm})
+
+
+def test_a_draft_of_another_contract_is_refused_by_field(make_plan):
+    with pytest.raises(
+        DraftlineError, match=r"aux_layer_ids: \(2, 3, 4\) in .*draftline.json, \(1, 3, 4\) in the target"
+    ):
+        make_plan(contract={"aux_layer_ids": [2, 3, 4]})
+
+
+def test_a_draft_of_another_target_is_refused(make_plan):
+    with pytest.raises(DraftlineError, match="target_sha256"):
+        make_plan(contract={"target_sha256": "another"})
+
+
+def test_config_ids_that_sglang_reads_as_other_layers_are_refused(make_plan):
+    shifted = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "use_aux_hidden_state": True}}
+    with pytest.raises(DraftlineError, match=r"outputs of layers \[2, 4, 5\]; the draft was trained on \[1, 3, 4\]"):
+        make_plan(config=shifted)
+
+
+def test_a_broken_export_is_refused_before_a_server_loads_it_with_random_weights(make_plan, tiny_params):
+    make_plan()
+    tensors = load_file("artifacts/export/model.safetensors")
+    tensors["fc.weights"] = tensors.pop("fc.weight")
+    save_file(tensors, "artifacts/export/model.safetensors")
+    with pytest.raises(DraftlineError, match=r"fc\.weight is missing; SGLang would leave random values there"):
+        speculative_plan(tiny_params(serve=SERVE, contract=AUX))
+
+
+def test_another_dtype_than_the_draft_was_trained_in_is_refused(make_plan, tiny_params):
+    target = tiny_params().target.model_dump() | {"dtype": "bfloat16"}
+    with pytest.raises(DraftlineError, match=r"torch_dtype is float32, target.dtype in params.yaml is bfloat16"):
+        make_plan(target=target)
+
+
+def test_a_draft_with_fewer_positions_than_are_served_is_refused(make_plan):
+    with pytest.raises(DraftlineError, match=r"max_position_embeddings is 256, .* is 512. Beyond 256 tokens"):
+        make_plan(config={"max_position_embeddings": 256})
+
+
+def test_a_context_beyond_the_target_is_refused(project, tiny_params):
+    with pytest.raises(DraftlineError, match=r"serve.context_length is 2048, but .* has 1024 positions"):
+        baseline_plan(tiny_params(contract=AUX))
+
+
+@pytest.mark.parametrize("words", [["--port", "1"], ["--speculative-algorithm=EAGLE"], ["--model", "x"]])
+def test_extra_arguments_cannot_override_what_was_checked(make_plan, words):
+    with pytest.raises(
+        DraftlineError, match=f"extra_args holds {words[0].partition('=')[0]}, which Draftline sets itself"
+    ):
+        make_plan(serve=SERVE | {"extra_args": words})
+
+
+def test_capture_without_a_draft_needs_an_engine_that_can(project, tiny_params, monkeypatch):
+    monkeypatch.setattr("tasks.common.server_plan.version", lambda _: "0.5.16")
+    with pytest.raises(DraftlineError, match=r"SGLang 0.5.16 captures aux hidden states only beside a draft"):
+        capture_plan(tiny_params(serve=SERVE, contract=AUX))
+
+
+# --- command lines
+
+
+def test_the_cpu_server_verifies_drafts_with_the_stand_in_kernels(make_plan):
+    words = said(make_plan())
+    assert words["SGLANG_USE_CPU_ENGINE"] == "1"
+    assert words["PYTHONPATH"].endswith("infra/sglang_cpu")
+    assert words["--prefill-attention-backend"] == words["--decode-attention-backend"] == "intel_amx"
+    assert words["--speculative-algorithm"] == "EAGLE3"
+    assert words["--speculative-draft-model-path"] == "artifacts/export"
+    assert [words[f"--speculative-{flag}"] for flag in ("num-steps", "eagle-topk", "num-draft-tokens")] == [
+        "3",
+        "1",
+        "4",
+    ]
+    assert words["--dtype"] == "float32"
+
+
+def test_the_cuda_server_gets_nothing_that_is_meant_for_a_cpu(project, make_plan, tiny_params):
+    target = tiny_params().target.model_dump() | {"device": "cuda:1"}
+    words = said(make_plan(target=target))
+    assert words["--device"] == "cuda"
+    assert words["--base-gpu-id"] == "1"
+    assert set(words).isdisjoint({"SGLANG_USE_CPU_ENGINE", "PYTHONPATH", "--prefill-attention-backend"})
+
+
+def test_both_arms_of_the_benchmark_get_the_same_flags(make_plan, tiny_params):
+    speculative = said(make_plan(serve=SERVE | {"extra_args": ["--tp-size", "2"]}))
+    baseline = said(baseline_plan(tiny_params(contract=AUX, serve=SERVE | {"extra_args": ["--tp-size", "2"]})))
+    assert {name: value for name, value in speculative.items() if not name.startswith("--speculative-")} == baseline
+    assert baseline["--tp-size"] == "2"
+
+
+def test_a_quantised_target_does_not_quantise_its_draft(project, make_plan):
+    config = Path("artifacts/target/config.json")
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}))
+    assert said(make_plan())["--speculative-draft-model-quantization"] == "unquant"
+
+
+def test_a_plain_target_needs_no_word_about_the_drafts_quantisation(make_plan):
+    assert "--speculative-draft-model-quantization" not in said(make_plan())
+
+
+def test_the_probe_turns_off_the_cache_that_would_swallow_states(make_plan):
+    words = said(make_plan().with_hidden_states())
+    assert {"--enable-return-hidden-states", "--disable-radix-cache"} <= set(words)
+
+
+def test_capture_names_the_layers_as_the_architecture_reads_them(project, tiny_params):
+    words = said(capture_plan(tiny_params(serve=SERVE, contract=AUX)))
+    assert words["--return-aux-hidden-state-layer-ids"] == "1 3 4"
+    assert "--speculative-draft-model-path" not in words
+
+
+def test_every_setting_has_a_reason(make_plan):
+    plan = make_plan().with_hidden_states()
+    assert all(setting.reason for setting in (*plan.environment, *plan.flags))
+
+
+def test_the_command_ends_with_the_nonce(make_plan):
+    assert make_plan().command("abc")[-2:] == ["--weight-version", "abc"]

@@ -1,0 +1,91 @@
+"""What a dead run left is killed; what merely looks like it is left alone."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tasks.common.server_session import (
+    Process,
+    ServerRecord,
+    boot_id,
+    kill_session,
+    reap_stale_servers,
+    record_path,
+    session_processes,
+)
+
+DEAD = Process(pid=2**22 - 1, start_ticks=1)
+
+
+@pytest.fixture
+def orphan():
+    """A process that leads a session of its own, with a child in it, as a server does."""
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    while len(session_processes(process.pid)) < 2:
+        time.sleep(0.02)
+    yield process
+    kill_session(process.pid)
+    process.wait()
+
+
+def plant(folder, processes, owner=DEAD, boot=None):
+    record_path("baseline", 31202, folder).parent.mkdir(exist_ok=True)
+    ServerRecord("baseline", 31202, boot or boot_id(), owner, processes).write(record_path("baseline", 31202, folder))
+
+
+def test_a_server_whose_owner_is_dead_is_killed_with_its_whole_session(tmp_path, orphan):
+    plant(tmp_path, session_processes(orphan.pid)[:1])
+    (sentence,) = reap_stale_servers(tmp_path)
+    assert "port 31202" in sentence
+    assert session_processes(orphan.pid) == ()
+    assert list(tmp_path.glob("server-*.json")) == []
+
+
+def test_a_child_that_outlived_the_leader_is_killed(tmp_path, orphan):
+    plant(tmp_path, session_processes(orphan.pid))
+    os.kill(orphan.pid, signal.SIGKILL)
+    orphan.wait()
+    assert len(session_processes(orphan.pid)) == 1
+    reap_stale_servers(tmp_path)
+    assert session_processes(orphan.pid) == ()
+
+
+def test_a_process_that_only_has_the_same_pid_is_left_alone(tmp_path, orphan):
+    leader = Process.of(orphan.pid)
+    plant(tmp_path, (Process(leader.pid, leader.start_ticks - 1),))
+    assert reap_stale_servers(tmp_path) == []
+    assert leader.is_alive
+
+
+def test_a_pid_of_another_boot_is_left_alone(tmp_path, orphan):
+    plant(tmp_path, session_processes(orphan.pid), boot="another boot")
+    assert reap_stale_servers(tmp_path) == []
+    assert Process.of(orphan.pid).is_alive
+
+
+def test_a_server_whose_owner_lives_is_left_alone(tmp_path, orphan):
+    plant(tmp_path, session_processes(orphan.pid), owner=Process.current())
+    assert reap_stale_servers(tmp_path) == []
+    assert Process.of(orphan.pid).is_alive
+    assert record_path("baseline", 31202, tmp_path).exists()
+
+
+def test_an_owner_whose_pid_was_given_to_another_process_is_dead(tmp_path, orphan):
+    this = Process.current()
+    plant(tmp_path, session_processes(orphan.pid), owner=Process(this.pid, this.start_ticks - 1))
+    assert len(reap_stale_servers(tmp_path)) == 1
+
+
+def test_a_zombie_is_not_alive():
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    born = Process.of(process.pid)
+    deadline = time.monotonic() + 10
+    while born.is_alive and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not born.is_alive
+    process.wait()
