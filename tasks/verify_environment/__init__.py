@@ -1,0 +1,1 @@
+"""Stage verify_environment: what would waste GPU weeks, found before anything is spent."""

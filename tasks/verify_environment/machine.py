@@ -1,0 +1,70 @@
+"""The machine: processor, memory, GPUs. Facts for the report; the checks judge them."""
+
+import os
+import platform
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+
+from tasks.common import gpu
+from tasks.verify_environment.facts import Gpu, GpuProcess, Gpus
+
+_CONTROL_GROUP = Path("/sys/fs/cgroup")
+
+
+def machine_facts() -> dict:
+    """What a reader of the report asks first."""
+    return {
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "memory_available_bytes": available_memory(),
+    }
+
+
+def available_memory(control_group: Path = _CONTROL_GROUP) -> int:
+    """Bytes that new processes can take: the host's, within the limit of this control group (a container's)."""
+    import psutil
+
+    available = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no limit, or another version of control groups
+        limit = int((control_group / "memory.max").read_text())
+        used = int((control_group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())
+        available = min(available, limit - used + int(statistics.get("inactive_file", 0)))
+    return available
+
+
+def find_gpus() -> Gpus:
+    """What nvidia-smi says; run before any probe touches a GPU."""
+    try:
+        rows = gpu.query("--query-gpu=index,uuid,memory.total,memory.used,driver_version,name")
+        holders = gpu.query("--query-compute-apps=gpu_uuid,pid,used_memory,process_name")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Gpus(error=f"nvidia-smi: {error}")
+    if not rows:
+        return Gpus(error="no nvidia-smi on PATH")
+    index = {uuid: int(number) for number, uuid, *_ in rows}
+    return Gpus(
+        driver=rows[0][4],
+        gpus=tuple(
+            Gpu(index=int(number), name=", ".join(name), memory_total_mib=int(total), memory_used_mib=int(used))
+            for number, _, total, used, _, *name in rows
+        ),
+        processes=tuple(
+            GpuProcess(
+                gpu=index[uuid], pid=int(pid), name=", ".join(name), memory_mib=int(used) if used.isdigit() else None
+            )
+            for uuid, pid, used, *name in holders
+            if uuid in index
+        ),
+    )
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()

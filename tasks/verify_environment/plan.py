@@ -1,0 +1,217 @@
+"""What the run will cost: tokens, time, disk and GPU hours of each stage, before anything is spent.
+
+Time is FLOPs / (utilisation x measured matmul FLOP/s), plus what does not depend on FLOPs. It may be off by a
+factor of two on a CPU and three on GPUs; tokens and disk are upper bounds (every answer as long as it may become).
+Formulas: infra/docs/environment.md.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tasks.common.contract import default_aux_layers
+from tasks.common.params import Params
+from tasks.common.target import TargetShape
+from tasks.verify_environment.facts import Compute, TargetFacts
+from tasks.verify_environment.pace import (
+    CPU,
+    CUDA,
+    DEQUANTISED_BYTES_PER_S,
+    DISK_BYTES_PER_S,
+    NETWORK_BYTES_PER_S,
+    START_S,
+    Decoding,
+)
+from tasks.verify_environment.prompt_sources import PromptSource, prompts_and_tokens
+
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size", "--dp", "--dp-size", "--data-parallel-size", "--pp-size")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One stage.
+
+    Attributes:
+        tokens: that the stage reads or writes.
+        disk_bytes: that stay under artifacts/, one copy.
+        gpus: held while the stage runs.
+        basis: where the time comes from.
+    """
+
+    stage: str
+    tokens: int
+    seconds: float
+    disk_bytes: int
+    gpus: int
+    basis: str
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.seconds / 3600 * self.gpus
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Counts of one run over both splits, each answer as long as it may become."""
+
+    prompts: int
+    prompt_tokens: int
+    answer_tokens: int
+    train_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt_tokens + self.answer_tokens
+
+    @classmethod
+    def of(cls, params: Params, sources: list[PromptSource]) -> "Workload":
+        train, train_tokens = prompts_and_tokens(sources, "train", params.prompts.max_train)
+        heldout, heldout_tokens = prompts_and_tokens(sources, "heldout", params.prompts.max_heldout)
+        answer = params.regenerate.max_new_tokens
+        return cls(
+            prompts=train + heldout,
+            prompt_tokens=train_tokens + heldout_tokens,
+            answer_tokens=(train + heldout) * answer,
+            train_tokens=train_tokens + train * answer,
+        )
+
+
+def server_gpus(params: Params) -> int:
+    """GPUs that one server holds: the product of the parallel sizes in serve.extra_args."""
+    if params.target.device == "cpu":
+        return 0
+    words = [part for word in params.serve.extra_args for part in word.split("=", 1)]
+    return math.prod(int(value) for flag, value in pairwise(words) if flag in _PARALLEL and value.isdigit())
+
+
+def estimate(params: Params, load: Workload, target: TargetFacts, speed: Compute) -> list[Estimate]:
+    """Cost of each stage, in the order in which they run."""
+    costs = _Costs(params, load, target, speed)
+    return [
+        costs.prepare_target(),
+        Estimate("collect_prompts", load.prompt_tokens, START_S, 4 * load.prompt_tokens, 0, "imports"),
+        costs.regenerate_responses(),
+        costs.dump_hidden_states(),
+        costs.train_draft(),
+        costs.export_draft(),
+        costs.launch_server(),
+        costs.benchmark(),
+        costs.gates(),
+    ]
+
+
+@dataclass(frozen=True)
+class _Costs:
+    params: Params
+    load: Workload
+    target: TargetFacts
+    speed: Compute
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.params.target.device == "cpu"
+
+    @property
+    def pace(self):
+        return CPU if self.on_cpu else CUDA
+
+    @property
+    def shape(self) -> TargetShape:
+        return self.target.shape
+
+    def prepare_target(self) -> Estimate:
+        size = self.target.weight_bytes
+        if self.params.target.model == "builtin":
+            seconds = START_S + size / DEQUANTISED_BYTES_PER_S
+            return Estimate("prepare_target", 0, seconds, size, 0, "weights dequantised at 20 MB/s")
+        seconds = START_S + size / NETWORK_BYTES_PER_S
+        return Estimate("prepare_target", 0, seconds, 0, 0, "weights fetched or hashed at 100 MB/s")
+
+    def regenerate_responses(self) -> Estimate:
+        settings, load = self.params.regenerate, self.load
+        served = settings.engine == "sglang"
+        gpus = server_gpus(self.params) if served else int(not self.on_cpu)
+        batch = min(settings.batch_size, self.params.serve.max_running_requests) if served else settings.batch_size
+        step = self._step_s(self.pace.sglang if served else self.pace.transformers, batch, gpus)
+        steps = math.ceil(load.prompts / batch) * settings.max_new_tokens
+        prefill = self._prefill_s(load.prompt_tokens, gpus)
+        seconds = START_S + served * self._server_start_s() + steps * step + prefill
+        basis = f"{steps:,} decode steps of {batch} in {step * 1e3:.3g} ms, prefill {prefill:.0f} s"
+        # Ids and text of an answer, as JSON: about 10 bytes a token.
+        return Estimate("regenerate_responses", load.tokens, seconds, 10 * load.tokens, gpus, basis)
+
+    def dump_hidden_states(self) -> Estimate:
+        size, forward = self._state_bytes(), self._prefill_s(self.load.tokens, 1)
+        seconds = START_S + forward + size / DISK_BYTES_PER_S
+        basis = f"prefill {forward:.0f} s; {self._state_bytes_per_token():,} bytes a token at 300 MB/s"
+        return Estimate("dump_hidden_states", self.load.tokens, seconds, size, int(not self.on_cpu), basis)
+
+    def train_draft(self) -> Estimate:
+        settings, hidden = self.params.train_draft, self.shape.hidden_size
+        fc, each_step = self._draft_parameters()
+        # Forward and backward: 6 FLOPs a parameter, chain steps only at what the assistant wrote. The target's frozen
+        # head: 2, over the draft vocabulary at each step and, once, over the whole vocabulary.
+        supervised = self.load.answer_tokens / max(self.load.tokens, 1)
+        chain = 6 * settings.ttt_length * each_step + 2 * hidden * settings.draft_vocab_size
+        per_token = 6 * fc + supervised * chain
+        tokens = settings.max_steps * settings.batch_tokens
+        flops = per_token * tokens + 2 * hidden * self.shape.vocab_size * self.load.answer_tokens
+        seconds = START_S + flops / (self.pace.training * self.speed.matmul_flops)
+        # Float32 weights and Adam's two moments, and the best draft beside them.
+        size = (fc + each_step) * 4 * 4
+        basis = f"{settings.max_steps} steps of {settings.batch_tokens} tokens, {per_token / 1e6:.0f} MFLOP a token"
+        return Estimate("train_draft", tokens, seconds, size, int(not self.on_cpu), basis)
+
+    def export_draft(self) -> Estimate:
+        size = sum(self._draft_parameters()) * _BYTES[self.params.target.dtype]
+        return Estimate("export_draft", 0, START_S, size, 0, "imports")
+
+    def launch_server(self) -> Estimate:
+        seconds = START_S + self._server_start_s()
+        return Estimate("launch_server", 0, seconds, 0, server_gpus(self.params), "one server start")
+
+    def benchmark(self) -> Estimate:
+        """One request at a time; the speculative server is taken to be no faster than the plain one."""
+        settings, gpus = self.params.benchmark, server_gpus(self.params)
+        prompts = settings.warmup_prompts + settings.num_prompts * settings.repeats
+        step = self._step_s(self.pace.sglang, 1, gpus)
+        seconds = START_S + 2 * (self._server_start_s() + prompts * settings.max_new_tokens * step)
+        basis = f"two server starts; {prompts} prompts to each, {step * 1e3:.3g} ms a plain token"
+        return Estimate("benchmark", 2 * prompts * settings.max_new_tokens, seconds, 0, gpus, basis)
+
+    def gates(self) -> Estimate:
+        seconds = 5 * START_S + self._state_bytes() / DISK_BYTES_PER_S
+        return Estimate("gates (5)", self.load.tokens, seconds, 0, 0, "imports, and the states read once")
+
+    def _step_s(self, decoding: Decoding, batch: int, gpus: int) -> float:
+        active, weights = self.target.active_parameters, self.target.weight_bytes
+        # A mixture of experts reads those experts that any sequence of the batch is routed to.
+        read = weights * min(1.0, batch * active / self.target.parameters) / self.speed.memory_bytes_per_s
+        multiply = batch * 2 * active / (decoding.utilisation * self.speed.matmul_flops)
+        return self.shape.num_layers * decoding.layer_s + (read + multiply) / max(gpus, 1)
+
+    def _prefill_s(self, tokens: int, gpus: int) -> float:
+        flops = 2 * self.target.active_parameters * tokens
+        return flops / (self.pace.prefill * self.speed.matmul_flops * max(gpus, 1))
+
+    def _server_start_s(self) -> float:
+        return self.pace.server_start_s + self.target.weight_bytes / DISK_BYTES_PER_S
+
+    def _state_bytes(self) -> int:
+        return self.load.tokens * self._state_bytes_per_token()
+
+    def _state_bytes_per_token(self) -> int:
+        """(n_aux + 1) x H values, and the token's id and mask."""
+        return (self._num_aux() + 1) * self.shape.hidden_size * _BYTES[self.params.dump.storage_dtype] + 5
+
+    def _draft_parameters(self) -> tuple[int, int]:
+        """(fc, what each chain step runs through): the draft of contract section 3, whose embedding is the target's."""
+        shape = self.shape
+        hidden, heads = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+        key_value = shape.num_key_value_heads * shape.head_dim
+        layer = 2 * hidden * (heads + 2 * key_value) + heads * hidden + 3 * hidden * shape.intermediate_size
+        return self._num_aux() * hidden * hidden, layer + self.params.train_draft.draft_vocab_size * hidden
+
+    def _num_aux(self) -> int:
+        return len(self.params.contract.aux_layer_ids or default_aux_layers(self.shape.num_layers))
