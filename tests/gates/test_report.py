@@ -1,0 +1,70 @@
+import re
+
+import great_expectations.expectations as gxe
+import pandas as pd
+import pytest
+
+from tasks.common.errors import DraftlineError
+from tasks.gates.gate import Gate, run_gate
+from tasks.gates.report import GATES, Histogram
+from tasks.gates.suite import Table, because
+
+
+def gate(value: float, name: str = "s0") -> Gate:
+    expectation = gxe.ExpectColumnValuesToBeBetween(
+        column="norm",
+        min_value=0,
+        severity="critical",
+        description="Norms are positive",
+        meta=because("H2", "Zeros teach nothing.", "Dump again."),
+    )
+    frame = pd.DataFrame({"id": [name], "norm": [value]})
+    return Gate(
+        [Table("samples", "sample", frame, [expectation], shown=("id", "norm"))],
+        {"samples": 1},
+        [Histogram("Norm", [1.0, 2.0, float("nan")]), Histogram("Empty", []), Histogram("Log", [0.0, 1e3], log=True)],
+    )
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_both_files_are_written_before_a_breach_stops_the_chain(tracker):
+    with pytest.raises(DraftlineError) as error:
+        run_gate("demo", "lead", lambda: gate(-1.0), tracker)
+    for part in ("gate demo", "1 of 3 expectations", "Norms are positive", "s0: norm -1", "Dump again."):
+        assert part in str(error.value)
+    assert "Not met: Norms are positive" in (GATES / "demo.html").read_text()
+    assert '"passed": false' in (GATES / "demo.json").read_text()
+
+
+def test_an_input_that_cannot_be_read_leaves_a_report_too(tracker):
+    def unreadable() -> Gate:
+        raise DraftlineError("prompts.jsonl:7: not valid JSON")
+
+    with pytest.raises(DraftlineError, match=r"nothing was judged.\nprompts.jsonl:7"):
+        run_gate("demo", "lead", unreadable, tracker)
+    assert "prompts.jsonl:7" in (GATES / "demo.html").read_text()
+    assert '"passed": false' in (GATES / "demo.json").read_text()
+
+
+def test_the_page_needs_nothing_from_elsewhere(tracker):
+    run_gate("demo", "lead", lambda: gate(1.0), tracker)
+    page = (GATES / "demo.html").read_text()
+    assert not re.findall(r"https?://|src=|@import|url\(|<script|<link", page)
+
+
+def test_text_of_samples_is_not_markup(tracker):
+    with pytest.raises(DraftlineError):
+        run_gate("demo", "lead", lambda: gate(-1.0, "<script>alert(1)</script>"), tracker)
+    assert "<script" not in (GATES / "demo.html").read_text()
+
+
+def test_the_same_data_give_the_same_bytes(tracker):
+    written = []
+    for _ in range(2):
+        run_gate("demo", "lead", lambda: gate(1.0), tracker)
+        written.append([(GATES / f"demo.{kind}").read_bytes() for kind in ("json", "html")])
+    assert written[0] == written[1]
