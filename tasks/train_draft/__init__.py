@@ -1,0 +1,1 @@
+"""Stage train_draft: EAGLE-3 with test-time training, chosen by predicted acceptance length."""

@@ -1,0 +1,77 @@
+"""How good the draft is on held-out answers: accuracy on given tokens, acceptance on its own."""
+
+from dataclasses import asdict, dataclass
+
+import torch
+
+from tasks.common.draft import Eagle3Draft
+from tasks.common.vocab_map import VocabMap
+from tasks.common.walk import correct_drafts, round_starts, walk
+from tasks.train_draft.data import DraftData
+from tasks.train_draft.loss import STEP_WEIGHT, ttt_losses
+from tasks.train_draft.target_head import RestrictedHead
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Figures over the held-out answers.
+
+    Attributes:
+        loss: the training loss there, nats.
+        accuracy_by_position: of TTT step i on teacher-forced tokens: argmax equal to the target's, misses outside the
+            draft vocabulary included.
+        predicted_accept_length: 1 + correct drafts / rounds of the walk (contract, section 4).
+        survival: share of those rounds in which the drafts of positions 0..i were all right.
+        rounds: rounds of the walk.
+        uniform: 1 + mean c_t over every position: biased upward, for comparison with papers' figures only.
+    """
+
+    loss: float
+    accuracy_by_position: list[float]
+    predicted_accept_length: float
+    survival: list[float]
+    rounds: int
+    uniform: float
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+@torch.no_grad()
+def measure(
+    draft: Eagle3Draft, head: RestrictedHead, vocab_map: VocabMap, heldout: DraftData, ttt_length: int, num_steps: int
+) -> Acceptance:
+    """Evaluate a draft.
+
+    Args:
+        ttt_length: K, steps of the teacher-forced figures.
+        num_steps: tokens a round drafts on the draft's own tokens (serve.num_steps).
+    """
+    loss, positions, supervised, right = torch.zeros(4, ttt_length, dtype=torch.float64)
+    everywhere: list[int] = []
+    rounds: list[int] = []
+    for indices in heldout.batches(heldout.usable):
+        batch = heldout.read(indices)
+        for step, of_step in enumerate(ttt_losses(draft, head, batch, ttt_length)):
+            loss[step] += of_step.total.item()
+            positions[step] += of_step.loss_positions
+            supervised[step] += of_step.supervised
+            right[step] += of_step.correct
+        rows = round_starts(batch.samples)
+        if len(rows):
+            correct = correct_drafts(batch.samples, rows, draft.propose(batch.samples, rows, num_steps, vocab_map))
+            everywhere += correct.tolist()
+            rounds += walk(rows, correct)
+    mean_losses = (loss / positions.clamp(min=1)).tolist()
+    return Acceptance(
+        loss=sum(STEP_WEIGHT**i * loss for i, loss in enumerate(mean_losses)),
+        accuracy_by_position=(right / supervised.clamp(min=1)).tolist(),
+        predicted_accept_length=1 + _mean(rounds),
+        survival=[_mean([accepted > i for accepted in rounds]) for i in range(num_steps)],
+        rounds=len(rounds),
+        uniform=1 + _mean(everywhere),
+    )
+
+
+def _mean(values: list) -> float:
+    return sum(values) / max(len(values), 1)

@@ -1,0 +1,85 @@
+"""The target's own next-token distribution, from its stored last states and its frozen head."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tasks.common.hidden_states import HiddenStates
+from tasks.common.progress import progress
+from tasks.common.target import TargetShape
+from tasks.common.target_weights import TargetWeights
+from tasks.common.vocab_map import VocabMap
+
+# Logits over the whole vocabulary are taken for so many values at a time: 64 MB in float32.
+_LOGITS_AT_ONCE = 1 << 24
+
+
+class TargetHead:
+    """Head and, where the stored state is before it, final norm of the target; nothing here is trained."""
+
+    def __init__(self, weights: TargetWeights, shape: TargetShape, last_is_normed: bool, device: str):
+        self.lm_head = weights.lm_head().to(device)
+        # Applied twice or never it would skew every target and raise no error: the contract says which.
+        self.norm = None if last_is_normed else weights.final_norm().to(device)
+        self.eps = shape.rms_norm_eps
+
+    def normed(self, last: torch.Tensor) -> torch.Tensor:
+        """Stored last states [n, H] -> what the head reads."""
+        return last if self.norm is None else F.rms_norm(last, self.norm.shape, self.norm, self.eps)
+
+    @torch.no_grad()
+    def argmax(self, last: torch.Tensor) -> torch.Tensor:
+        """The target's greedy next token after each stored last state [n, H], over all V tokens: int64 [n]."""
+        chunks = self.normed(last).split(max(1, _LOGITS_AT_ONCE // len(self.lm_head)))
+        return torch.cat([F.linear(chunk, self.lm_head).argmax(-1) for chunk in chunks])
+
+
+class RestrictedHead:
+    """The target's distribution over the draft vocabulary, renormalised there: what the draft learns to imitate."""
+
+    def __init__(self, head: TargetHead, vocab_map: VocabMap):
+        device = head.lm_head.device
+        self.normed = head.normed
+        self.rows = head.lm_head[vocab_map.target_ids.to(device)]
+        self.draft_ids = vocab_map.draft_ids.to(device)
+
+    @torch.no_grad()
+    def distribution(self, last: torch.Tensor) -> torch.Tensor:
+        """Stored last states [n, H] -> probabilities [n, D]."""
+        return F.linear(self.normed(last), self.rows).softmax(-1)
+
+    def draft_id(self, target_id: torch.Tensor) -> torch.Tensor:
+        """Draft id of each target id; -1 where the draft cannot propose it, and for -1."""
+        return torch.where(target_id >= 0, self.draft_ids[target_id], -1)
+
+
+def cache_target_argmax(states: HiddenStates, head: TargetHead, path: Path) -> np.ndarray:
+    """The target's argmax at each position that predicts a token of the assistant, kept on disk.
+
+    It costs the full head for each token, so it is taken once: int32, 4 bytes a token.
+
+    Args:
+        path: where it is kept; read from there if an earlier run finished it.
+
+    Returns:
+        memory-mapped int32 over the tokens of the split, in its order; -1 where not needed.
+    """
+    if not path.exists():
+        total = sum(row.tokens for row in states.samples)
+        partial = path.with_name(f".{path.name}.partial")
+        argmax = np.lib.format.open_memmap(partial, mode="w+", dtype=np.int32, shape=(total,))
+        argmax[:] = -1
+        start = 0
+        with progress(total=total, desc=path.stem.replace("_", " "), unit="token") as bar:
+            for index in range(len(states)):
+                sample = states.read(index)
+                predicting = sample.loss_mask[1:].bool().nonzero().squeeze(1)
+                last = sample.last[predicting].to(head.lm_head.device, head.lm_head.dtype)
+                argmax[start + predicting.numpy()] = head.argmax(last).cpu().numpy() if len(last) else []
+                start += sample.num_tokens
+                bar.update(sample.num_tokens)
+        argmax.flush()
+        partial.rename(path)
+    return np.load(path, mmap_mode="r")

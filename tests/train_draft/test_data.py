@@ -1,0 +1,80 @@
+"""Batches of packed samples."""
+
+import numpy as np
+import pytest
+import torch
+
+from tasks.common.contract import Contract
+from tasks.common.errors import DraftlineError
+from tasks.common.hidden_states import HiddenStates, Sample, write_manifest, write_shard
+from tasks.train_draft.data import DraftData
+
+CONTRACT = Contract(
+    architecture="LlamaForCausalLM",
+    num_layers=8,
+    hidden_size=4,
+    vocab_size=50,
+    aux_layer_ids=(1, 3),
+    last_is_normed=True,
+    target_sha256="t",
+    tokenizer_sha256="k",
+)
+
+
+def make_data(folder, lengths: list[int], batch_tokens: int = 32, supervised: bool = True) -> DraftData:
+    """One sample of each length, the second half of it supervised."""
+    torch.manual_seed(0)
+    samples = []
+    for number, tokens in enumerate(lengths):
+        mask = (torch.arange(tokens) >= tokens // 2).to(torch.uint8) * int(supervised)
+        ids = torch.randint(50, (tokens,), dtype=torch.int32)
+        samples.append(Sample(f"s{number}", ids, mask, torch.randn(tokens, 2, 4), torch.randn(tokens, 4)))
+    half = len(samples) // 2
+    write_shard(folder, "shard-00000", samples[:half], "plan")
+    write_shard(folder, "shard-00001", samples[half:], "plan")
+    write_manifest(folder, CONTRACT, "float32", "transformers", ["shard-00000", "shard-00001"])
+    return DraftData(HiddenStates(folder), np.arange(sum(lengths), dtype=np.int32), batch_tokens, "cpu")
+
+
+def test_an_epoch_holds_every_sample_once(tmp_path):
+    data = make_data(tmp_path, [5, 9, 12, 30, 7, 7, 20])
+    assert sorted(index for batch in data.epoch(0, 3) for index in batch) == list(range(7))
+
+
+def test_a_batch_is_closed_before_it_would_grow_too_long(tmp_path):
+    data = make_data(tmp_path, [5, 9, 12, 30, 7, 7, 20])
+    for batch in data.epoch(0, 0):
+        assert sum(data.states.samples[index].tokens for index in batch) <= 32
+
+
+def test_a_sample_longer_than_a_batch_is_trained_alone(tmp_path):
+    assert make_data(tmp_path, [5, 90, 6]).batches([0, 1, 2]) == [[0], [1], [2]]
+
+
+def test_order_follows_from_seed_and_epoch(tmp_path):
+    data = make_data(tmp_path, [4] * 40)
+    assert data.epoch(0, 1) == data.epoch(0, 1)
+    assert data.epoch(0, 1) != data.epoch(0, 2)
+    assert data.epoch(0, 1) != data.epoch(1, 1)
+
+
+def test_a_batch_lays_its_samples_end_to_end(tmp_path):
+    data = make_data(tmp_path, [5, 9, 12])
+    batch = data.read([2, 0])
+    first, second = data.states.read(2), data.states.read(0)
+    assert batch.samples.sample_ids == ("s2", "s0")
+    assert batch.samples.bounds == ((0, 12), (12, 17))
+    assert torch.equal(batch.samples.aux, torch.cat([first.aux, second.aux]).flatten(1))
+    assert batch.samples.positions.tolist() == [*range(12), *range(5)]
+    # The argmax is kept over the whole split, here 0, 1, 2, ...: samples start at 0, 5 and 14.
+    assert batch.target_argmax.tolist() == [*range(14, 26), *range(5)]
+
+
+def test_samples_that_supervise_nothing_are_left_out(tmp_path):
+    data = make_data(tmp_path, [2, 9, 12])  # of two tokens none is the third
+    assert data.usable == [1, 2]
+
+
+def test_a_split_that_supervises_nothing_is_an_error(tmp_path):
+    with pytest.raises(DraftlineError, match="none of the 2 samples has a supervised position"):
+        make_data(tmp_path, [6, 9], supervised=False)

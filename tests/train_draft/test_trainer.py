@@ -1,0 +1,156 @@
+import pytest
+import torch
+
+from tasks.common.errors import DraftlineError
+from tasks.common.files import ARTIFACTS, read_json, write_json, write_jsonl
+from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, Sample, write_manifest, write_shard
+from tasks.common.responses import RESPONSES, Response
+from tasks.dump_hidden_states.dump import dump
+from tasks.train_draft.prepare import prepare_training, write_result
+
+DRAFT = ARTIFACTS / "draft"
+SETTINGS = {
+    "draft_vocab_size": 200,
+    "max_steps": 8,
+    "batch_tokens": 64,
+    "warmup_steps": 2,
+    "checkpoint_every": 2,
+    "evaluate_every": 4,
+}
+
+
+@pytest.fixture
+def params(project, tiny_params):
+    torch.manual_seed(0)
+    for split, count in (("train", 9), ("heldout", 3)):
+        rows = [
+            Response(
+                f"{split}-{n}",
+                "chat",
+                [],
+                torch.randint(3, 60, (5 + n,)).tolist(),
+                torch.randint(3, 60, (9,)).tolist(),
+                "x",
+                "length",
+            )
+            for n in range(count)
+        ]
+        write_jsonl(RESPONSES / f"{split}.jsonl", (row.to_row() for row in rows))
+    params = tiny_params(train_draft=SETTINGS)
+    dump(params)
+    return params
+
+
+def train(params, until: int | None = None) -> dict | None:
+    """Train to the end, or stop dead after step `until`."""
+    trainer, facts = prepare_training(params, DRAFT)
+    for step in trainer.steps():
+        if step.step == until:
+            return None
+    return write_result(trainer, DRAFT, facts)
+
+
+def test_two_runs_give_the_same_bytes(params):
+    train(params)
+    first = (DRAFT / "draft.safetensors").read_bytes()
+    train(params)
+    assert (DRAFT / "draft.safetensors").read_bytes() == first
+
+
+@pytest.mark.parametrize("killed_after", [1, 3, 5])
+def test_a_killed_run_resumes_to_the_same_bytes_and_the_same_curve(params, killed_after):
+    report = train(params)
+    whole = {path.name: path.read_bytes() for path in DRAFT.iterdir()}
+    for path in DRAFT.iterdir():
+        path.unlink()
+    train(params, until=killed_after)
+    assert train(params) == report
+    assert {path.name: path.read_bytes() for path in DRAFT.iterdir()} == whole
+
+
+def test_nothing_of_the_partial_work_is_left(params):
+    train(params)
+    assert sorted(path.name for path in DRAFT.iterdir()) == ["draft.json", "draft.safetensors", "vocab_map.safetensors"]
+
+
+def test_a_cut_off_checkpoint_is_passed_over(params, capsys):
+    report = train(params)
+    train(params, until=5)
+    newest = DRAFT / "checkpoints" / "step-00000004.pt"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    assert train(params) == report
+    assert "going back to the one before" in capsys.readouterr().out
+
+
+def test_another_learning_rate_starts_anew(params, tiny_params, capsys):
+    train(params, until=5)
+    changed = tiny_params(train_draft=SETTINGS | {"learning_rate": 0.01})
+    trainer, _ = prepare_training(changed, DRAFT)
+    assert trainer.step == 0
+    assert "starting anew" in capsys.readouterr().out
+
+
+def test_checkpoint_of_another_vocabulary_map_is_refused(params):
+    train(params, until=5)
+    record = DRAFT / "checkpoints" / "step-00000004.json"
+    write_json(record, read_json(record) | {"vocab_map_sha256": "f" * 64})
+    with pytest.raises(DraftlineError, match="rows of the head would mean other tokens"):
+        prepare_training(params, DRAFT)
+
+
+def test_the_best_predicted_acceptance_length_is_kept_not_the_last(params):
+    trainer, facts = prepare_training(params, DRAFT)
+    for step in trainer.steps():
+        if step.step == 4:
+            kept = {name: tensor.clone() for name, tensor in trainer.draft.state_dict().items()}
+            trainer.curve[-1]["heldout"]["predicted_accept_length"] = 99.0
+    report = write_result(trainer, DRAFT, facts)
+    assert (report["step"], report["predicted_accept_length"]) == (4, 99.0)
+    from safetensors.torch import load_file
+
+    saved = load_file(DRAFT / "draft.safetensors")
+    assert all(torch.equal(saved[name], kept[name]) for name in kept)
+
+
+def test_the_best_draft_outlives_the_checkpoints_of_its_time(params, tiny_params):
+    longer = tiny_params(train_draft=SETTINGS | {"max_steps": 16})
+    trainer, _ = prepare_training(longer, DRAFT)
+    for step in trainer.steps():
+        if step.step == 4:
+            trainer.curve[-1]["heldout"]["predicted_accept_length"] = 99.0
+        if step.step == 15:
+            break
+    kept = sorted(path.name for path in (DRAFT / "checkpoints").iterdir() if not path.name.endswith((".json", ".npy")))
+    assert kept == ["best-00000004.safetensors", "step-00000012.pt", "step-00000014.pt"]
+    trainer, facts = prepare_training(longer, DRAFT)
+    for _ in trainer.steps():
+        pass
+    assert write_result(trainer, DRAFT, facts)["step"] == 4
+
+
+def test_a_loss_that_is_not_finite_names_the_samples(params):
+    states = HiddenStates(HIDDEN_STATES / "train")
+    samples = [states.read(i) for i in range(len(states))]
+    poisoned = samples[4]
+    samples[4] = Sample(poisoned.id, poisoned.input_ids, poisoned.loss_mask, poisoned.aux * float("nan"), poisoned.last)
+    for path in states.folder.iterdir():
+        path.unlink()
+    write_shard(states.folder, "shard-00000", samples, "plan")
+    write_manifest(states.folder, states.contract, "float32", "transformers", ["shard-00000"])
+    with pytest.raises(DraftlineError, match=r"the loss is nan on samples .*train-4"):
+        train(params)
+
+
+def test_states_of_another_contract_in_one_split_are_refused(params):
+    manifest = HIDDEN_STATES / "heldout" / "manifest.json"
+    content = read_json(manifest)
+    content["contract"]["aux_layer_ids"] = [0, 3, 4]
+    write_json(manifest, content)
+    with pytest.raises(DraftlineError, match=r"aux_layer_ids: \(1, 3, 4\) in .*train, \(0, 3, 4\) in .*heldout"):
+        train(params)
+
+
+def test_a_learned_draft_beats_the_start(params, tiny_params):
+    longer = tiny_params(train_draft=SETTINGS | {"max_steps": 150, "evaluate_every": 10})
+    curve = train(longer)["curve"]
+    assert curve[-1]["loss"] < 0.7 * curve[0]["loss"]
