@@ -1,0 +1,1 @@
+"""Stage export_draft: the checkpoint form that SGLang loads."""
