@@ -6,6 +6,7 @@ INSTALLED := $(VENV)/.installed
 # DVC runs `python` from PATH.
 export PATH := $(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export MLFLOW_DISABLE_TELEMETRY := true
 
 .PHONY: demo test test-faults ui install clean
 
