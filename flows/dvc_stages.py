@@ -1,5 +1,6 @@
 """The stages of dvc.yaml, and one of them run as `dvc repro --single-item` in a process group of its own."""
 
+import io
 import os
 import re
 import signal
@@ -19,6 +20,8 @@ from tasks.common.errors import DraftlineError
 
 # From SIGTERM to SIGKILL. A stage that stops its server needs 1-2 s; the whole run must be gone within 10 s.
 _GRACE_SECONDS = 5.0
+# Libraries draw progress bars ten times a second, terminal or not; a log wants one now and then.
+_REDRAW_SECONDS = 10.0
 _UNCHANGED = re.compile(r"^Stage '.*' didn't change, skipping")
 _RESTORED = re.compile(r"^Stage '.*' is cached - skipping run, checking out outputs")
 # DVC's advice after each stage, meant for someone who runs it by hand.
@@ -89,10 +92,9 @@ class StageProcess:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
             start_new_session=True,
         )
+        self._output = io.TextIOWrapper(self._process.stdout, encoding="utf-8", errors="replace", newline="")
 
     def __enter__(self) -> "StageProcess":
         return self
@@ -101,10 +103,13 @@ class StageProcess:
         self._stop()
 
     def __iter__(self) -> Iterator[str]:
-        for line in self._process.stdout:
-            line = line.rstrip()
-            if not line or _ADVICE.match(line):
+        next_redraw = 0.0
+        for line in self._output:  # newline="" keeps "\r", with which a progress bar draws itself anew
+            redraw, line = line.endswith("\r"), line.rstrip()
+            if not line or _ADVICE.match(line) or (redraw and time.monotonic() < next_redraw):
                 continue
+            if redraw:
+                next_redraw = time.monotonic() + _REDRAW_SECONDS
             self._tail.append(line)
             if _UNCHANGED.match(line):
                 self.outcome = "unchanged"
@@ -133,7 +138,7 @@ class StageProcess:
                 if not self._ended_within(_GRACE_SECONDS):
                     self._signal(signal.SIGKILL)
                     self._ended_within(_GRACE_SECONDS)
-            self._process.stdout.close()
+            self._output.close()
             if failed:
                 # Servers live in sessions of their own. A stage that was killed could not stop its server.
                 from tasks.common.server import reap_stale_servers

@@ -79,7 +79,10 @@ def _facts(stages: list[str]) -> Iterator[tuple[str, str]]:
         yield "acceptance length", f"{read_json(REPORTS / 'train_draft.json')['predicted_accept_length']:.2f} predicted"
     if gates := [stage.removeprefix("gate_") for stage in stages if stage.startswith("gate_")]:
         failed = [gate for gate in gates if not read_json(REPORTS / "gates" / f"{gate}.json")["passed"]]
-        yield "gates", f"[red]failed: {', '.join(failed)}[/]" if failed else f"[green]all {len(gates)} passed[/]"
+        yield (
+            "gates",
+            f"[red]failed: {', '.join(failed)}[/]" if failed else f"[green]{len(gates)} of {len(gates)} passed[/]",
+        )
         yield "reports", f"{REPORTS / 'gates' / gates[-1]}.html and all of {REPORTS}/"
     if "export_draft" in stages:
         yield "draft", str(ARTIFACTS / "export")

@@ -11,8 +11,8 @@ from tasks.common.server import Server, running
 from tasks.common.server_plan import ServerPlan
 from tasks.common.sglang_client import Completion
 
-# What a server takes beside weights and KV cache: three Python processes (measured on a CPU: 2.3 GB).
-_OVERHEAD_BYTES = 2.5e9
+# What a server takes beside weights and KV cache: three Python processes (1.7 GB measured on a CPU).
+_OVERHEAD_BYTES = 2e9
 # Two servers may claim this much of a GPU between them; the rest is for activations and CUDA contexts.
 _GPU_SHARE = 0.9
 

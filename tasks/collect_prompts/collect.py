@@ -69,7 +69,7 @@ class _Screen:
     def flaw(self, row: Row) -> str | None:
         """Why the row's prompt must not be used, or None; a prompt without flaw is remembered."""
         messages = row.prompt.messages
-        key = "\n".join(f"{m['role']}: {' '.join(m['content'].casefold().split())}" for m in messages)
+        key = row.prompt.words
         if key in self.seen:
             return "duplicate" if self.seen[key] == row.split else "in_heldout"
         if any(token in message["content"] for message in messages for token in self.tokenizer.all_special_tokens):

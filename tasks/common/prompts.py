@@ -25,6 +25,11 @@ class Prompt:
     source: str
     messages: list[dict]
 
+    @property
+    def words(self) -> str:
+        """Roles and words, whatever the case and white space: prompts that agree in this are the same prompt."""
+        return "\n".join(f"{m['role']}: {' '.join(m['content'].casefold().split())}" for m in self.messages)
+
     def to_row(self) -> dict:
         return asdict(self)
 

@@ -2,6 +2,7 @@
 
 import atexit
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -18,6 +19,8 @@ def run_stage(name: str, main: Callable[[Params, Tracker], None]) -> None:
     SIGTERM raises SystemExit, so that context managers stop servers and close files.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    # OpenMP reads it when torch is loaded. Idle threads that spin cost a busy machine several times the work itself.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     atexit.register(gc.freeze)  # else the collector walks all of MLflow and torch at exit: a second or more
     try:
         params = load_params()

@@ -175,7 +175,7 @@ def _rows() -> Iterator[dict[str, Any]]:
         for prompt in read_prompts(split):
             contents = [message["content"] for message in prompt.messages]
             roles = [message["role"] for message in prompt.messages]
-            words = _words(prompt)
+            words = _fingerprint(prompt)
             if split == "train":
                 in_training[words] = prompt.id
             yield {
@@ -203,12 +203,11 @@ def _count_tokens(tokenizer, prompt: Prompt) -> int:
         return 0
 
 
-def _words(prompt: Prompt) -> str:
-    """Roles and words, whatever the case and white space; hashed, so that a million prompts fit in memory."""
+def _fingerprint(prompt: Prompt) -> str:
+    """`Prompt.words`, hashed, so that a million prompts fit in memory."""
     import xxhash
 
-    text = "\n".join(f"{m['role']}: {' '.join(m['content'].casefold().split())}" for m in prompt.messages)
-    return xxhash.xxh3_128_hexdigest(text.encode())
+    return xxhash.xxh3_128_hexdigest(prompt.words.encode())
 
 
 def _splits(manifest: dict[str, Any], prompts: pd.DataFrame) -> pd.DataFrame:

@@ -86,7 +86,7 @@ def test_a_server_that_says_it_is_lost_but_lingers_is_given_up(tmp_path, monkeyp
     script = (
         "import time; print('Scheduler hit an exception: OutOfMemoryError: out of memory', flush=True); time.sleep(60)"
     )
-    with pytest.raises(DraftlineError, match="It ran out of memory"), scripted(script, tmp_path):
+    with pytest.raises(DraftlineError, match=r"(?s)died while .*It ran out of memory"), scripted(script, tmp_path):
         pass
 
 
@@ -226,7 +226,7 @@ def test_known_deaths_come_with_a_hint(log, exit_code, hint):
 
 def test_model_files_that_cannot_be_imported_explain_nothing():
     log = "Ignore import error when loading sglang.srt.models.grok: 'sgl_kernel' object has no attribute 'x'\nValueError: y"
-    assert "kernel is missing" not in explain(log, 1)
+    assert explain(log, 1).strip() == "ValueError: y"
 
 
 def test_the_cause_is_quoted_and_not_the_errors_that_follow_from_it():

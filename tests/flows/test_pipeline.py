@@ -157,6 +157,13 @@ def test_a_stage_that_ignores_sigterm_is_killed_and_its_server_reaped(toy, envir
     assert processes_in(toy) == []
 
 
+def test_a_progress_bar_gives_a_line_now_and_then(toy):
+    Path("step.py").write_text("for i in range(100): print(f'{i} %', end='\\r')\nprint('100 %')\nraise SystemExit(1)")
+    with StageProcess("first", force=False, environment={}) as process:
+        lines = [line for line in process if line.endswith("%")]
+    assert lines == ["0 %", "100 %"]
+
+
 # The record is what tasks.common.server writes of a server that it starts.
 STUBBORN = """\
 import signal, subprocess, time

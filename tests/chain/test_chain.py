@@ -1,0 +1,186 @@
+"""What is true after one real run of the chain, and what each planted fault does to it."""
+
+import json
+from contextlib import contextmanager
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tasks.common.params import Params
+
+pytestmark = pytest.mark.chain
+
+
+def read(chain, name: str) -> dict:
+    return json.loads(chain.path(name).read_text())
+
+
+@contextmanager
+def spoiled(chain, *names: str):
+    """Files that a test may destroy; they and dvc.lock come back afterwards."""
+    names = (*names, "dvc.lock", "params.yaml")
+    kept = {name: chain.path(name).read_bytes() for name in names}
+    try:
+        yield
+    finally:
+        for name, content in kept.items():
+            chain.path(name).write_bytes(content)
+
+
+def test_every_gate_passed(chain):
+    for gate in ("prompts", "responses", "hidden_states", "draft", "benchmark"):
+        assert read(chain, f"reports/gates/{gate}.json")["passed"] is True
+        assert "<html" in chain.path(f"reports/gates/{gate}.html").read_text()
+
+
+def test_benchmark_reports_what_a_team_decides_on(chain):
+    report = read(chain, "reports/benchmark.json")
+    assert report["lossless"] is True
+    assert 1 <= report["speculative"]["accept_length"] <= 4
+    assert report["speculative"]["verify_rounds"] > 0
+    assert report["speedup"] == pytest.approx(
+        report["speculative"]["tokens_per_s"] / report["baseline"]["tokens_per_s"], rel=0.01
+    )
+    assert len(report["survival"]) == 3 and report["survival"] == sorted(report["survival"], reverse=True)
+    assert report["settings"]["draft_tokens"] == 4
+    assert {p.name for p in chain.path("reports/plots").glob("*.png")} >= {"survival.png", "throughput.png"}
+
+
+def test_server_fed_the_draft_the_states_that_it_was_trained_on(chain):
+    parity = read(chain, "reports/launch_server.json")["parity"]
+    assert parity["limit"] == Params().gates.max_relative_error
+    for slot in parity["slots"]:
+        assert slot["relative_error_below"] <= 1e-3 < slot["wrong_reading"]["relative_error"]
+
+
+def test_summary_names_what_was_reached(chain):
+    log = chain.path("flow.log").read_text()
+    for words in ("acceptance length", "reports/benchmark.json", "artifacts/export", "make ui"):
+        assert words in log.lower()
+
+
+def test_dvc_has_nothing_to_do_after_the_flow_and_the_flow_nothing_after_dvc(chain):
+    lock = chain.path("dvc.lock").read_bytes()
+    assert "up to date" in chain.dvc("status").stdout
+    assert "Data and pipelines are up to date" in chain.dvc("repro").stdout
+    again = chain.python("flows.pipeline")
+    assert again.returncode == 0, again.stdout[-3000:]
+    assert "Cached" in again.stdout or "cached" in again.stdout
+    assert chain.path("dvc.lock").read_bytes() == lock
+
+
+def due(chain) -> list[str]:
+    """Stages that `dvc repro` would run."""
+    return [line.split("'")[1] for line in chain.dvc("repro", "--dry").stdout.splitlines() if line.startswith("Running stage")]
+
+
+def test_a_learning_rate_is_due_from_training_on(chain):
+    with spoiled(chain):
+        chain.set(train_draft={"learning_rate": 5e-4})
+        assert due(chain)[0] == "train_draft"
+
+
+def test_a_prompt_is_due_from_collection_on(chain):
+    name = "tasks/collect_prompts/builtin/chat.jsonl"
+    with spoiled(chain, name):
+        with open(chain.path(name), "a") as file:
+            file.write('{"id": "chat-999", "split": "train", "messages": [{"role": "user", "content": "Why is grass green?"}]}\n')
+        stages = due(chain)
+        assert "prepare_target" not in stages
+        assert "collect_prompts" in stages
+
+
+SHARD = "artifacts/hidden_states/train/shard-00000.safetensors"
+
+
+def flip_a_byte(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    path.write_bytes(data)
+
+
+def plant_nan(path):
+    tensors = load_file(path)
+    tensors["aux"][7, 1, 3] = torch.nan
+    save_file(tensors, path)
+
+
+def drop_a_row(path):
+    tensors = load_file(path)
+    tensors["aux"], tensors["last"] = tensors["aux"][:-1].contiguous(), tensors["last"][:-1].contiguous()
+    save_file(tensors, path)
+
+
+def swap_layers(path):
+    tensors = load_file(path)
+    tensors["aux"] = tensors["aux"].flip(1).contiguous()
+    save_file(tensors, path)
+
+
+@pytest.mark.parametrize("corrupt", [flip_a_byte, plant_nan, drop_a_row, swap_layers])
+def test_a_corrupted_shard_fails_the_gate_in_dvc_and_names_the_sample(chain, corrupt):
+    with spoiled(chain, SHARD):
+        corrupt(chain.path(SHARD))
+        result = chain.dvc("repro", "gate_hidden_states")
+        assert result.returncode != 0
+        samples = [row["id"] for row in read(chain, "artifacts/hidden_states/train/shard-00000.json")["samples"]]
+        assert "gate_hidden_states failed" in result.stdout
+        assert any(sample in result.stdout for sample in samples), result.stdout[-3000:]
+
+
+def test_a_corrupted_shard_fails_the_flow(chain):
+    with spoiled(chain, SHARD):
+        flip_a_byte(chain.path(SHARD))
+        result = chain.python("flows.pipeline")
+        assert result.returncode == 1
+        assert "stage gate_hidden_states" in result.stdout
+        assert "train_draft" not in result.stdout.split("stage gate_hidden_states")[-1]
+
+
+def test_eagle_is_refused_before_any_server_starts(chain):
+    logs = set(chain.path("logs").glob("*"))
+    with spoiled(chain):
+        chain.set(serve={"speculative_algorithm": "EAGLE"})
+        result = chain.dvc("repro", "--single-item", "launch_server")
+    assert result.returncode != 0
+    assert "speculative_algorithm is EAGLE" in result.stdout and "fc is never called" in result.stdout
+    assert set(chain.path("logs").glob("*")) == logs
+
+
+def test_a_renamed_tensor_fails_the_draft_gate(chain):
+    name = "artifacts/export/model.safetensors"
+    with spoiled(chain, name):
+        tensors = load_file(chain.path(name))
+        tensors["fc_weight"] = tensors.pop("fc.weight")
+        save_file(tensors, chain.path(name))
+        result = chain.dvc("repro", "--single-item", "gate_draft")
+    assert result.returncode != 0
+    assert "fc.weight" in result.stdout
+
+
+def test_mlflow_has_the_run_its_stages_and_its_data(chain):
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{chain.path('mlflow.db')}")
+    experiment = client.get_experiment_by_name("draftline").experiment_id
+    runs = client.search_runs([experiment], max_results=200)
+    parents = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    parent = min(parents, key=lambda run: run.info.start_time)
+    children = {run.info.run_name for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id}
+    assert {"regenerate_responses", "train_draft", "launch_server", "benchmark", "gate_benchmark"} <= children
+    report = read(chain, "reports/benchmark.json")
+    history = client.get_metric_history(parent.info.run_id, "accept_length/all")
+    assert [(point.step, round(point.value, 4)) for point in history][:1] == [(4, report["speculative"]["accept_length"])]
+    assert parent.data.metrics["speedup"] == pytest.approx(report["speedup"], abs=1e-3)
+    train = next(run for run in runs if run.info.run_name == "train_draft")
+    lock = chain.path("dvc.lock").read_text()
+    digests = [tag.value for item in train.inputs.dataset_inputs for tag in item.tags if tag.key == "dvc_md5"]
+    assert digests and all(digest in lock for digest in digests)
+
+
+def test_nothing_of_a_server_is_left(chain):
+    import psutil
+
+    ours = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(chain.root) in " ".join(p.info["cmdline"] or [])]
+    assert not [command for command in ours if "sglang" in " ".join(command)]
