@@ -49,8 +49,8 @@ def print_summary(result: PipelineResult, tracking: Tracking) -> None:
     facts.add_column(overflow="fold")
     for name, value in _facts([stage.stage for stage in result.stages]):
         facts.add_row(name, value)
-    at = "make ui, then http://127.0.0.1:5000" if tracking.uri.startswith("sqlite") else tracking.uri
-    facts.add_row("MLflow", f"{at}, run {result.run}")
+    at = "make ui" if tracking.uri.startswith("sqlite") else tracking.uri
+    facts.add_row("MLflow", f"{at}, then 'Model training', run {result.run}")
     console = Console(highlight=False)
     console.print()
     console.print(stages)

@@ -44,13 +44,15 @@ def log_headline(client: "MlflowClient", run_id: str, stages: Iterable[str]) -> 
     Only stages that this pipeline run has brought up to date may be named: a report that an earlier run
     left behind is on disk as well, and would pass for this run's.
     """
-    from mlflow.entities import Metric
+    from mlflow.entities import LoggedModelOutput, Metric
 
     points = headline(stages)
     if not points:
         return
     served = {point.name for point in points if point.name.startswith("accept_length")}
     model_id = _draft_model(client, run_id) if served else None
+    if model_id:
+        client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
     now = int(time.time() * 1000)
     client.log_batch(
         run_id,

@@ -132,7 +132,8 @@ def _bad_uri(uri: str, reason: str) -> DraftlineError:
 def _experiment_id(client: "MlflowClient", name: str) -> str:
     experiment = client.get_experiment_by_name(name)
     if experiment is None:
-        return client.create_experiment(name)
+        # Without a kind the UI takes it for one of agents, and shows no link to its runs.
+        return client.create_experiment(name, tags={"mlflow.experimentKind": "custom_model_development"})
     if experiment.lifecycle_stage != "active":
         raise DraftlineError(
             f"params.yaml: tracking.experiment {name}: deleted in MLflow. Restore it "

@@ -61,7 +61,11 @@ def small_clone(tmp_path_factory) -> Project:
     """A clone at the small size in which nothing has run yet."""
     root = tmp_path_factory.mktemp("chain") / "draftline"
     files = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=REPOSITORY, text=True, capture_output=True, check=True
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=REPOSITORY,
+        text=True,
+        capture_output=True,
+        check=True,
     ).stdout.splitlines()
     for name in files:
         if (REPOSITORY / name).is_file() and not name.startswith(("reports/", "tests/", "dvc.lock")):

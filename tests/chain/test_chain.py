@@ -56,7 +56,13 @@ def test_server_fed_the_draft_the_states_that_it_was_trained_on(chain):
 
 def test_summary_names_what_was_reached(chain):
     log = chain.path("flow.log").read_text()
-    for words in ("acceptance length", "reports/benchmark.json", "artifacts/export", "make ui"):
+    for words in (
+        "acceptance length",
+        "times the plain server",
+        "reports/gates/benchmark.html",
+        "artifacts/export",
+        "make ui",
+    ):
         assert words in log.lower()
 
 
@@ -72,7 +78,11 @@ def test_dvc_has_nothing_to_do_after_the_flow_and_the_flow_nothing_after_dvc(cha
 
 def due(chain) -> list[str]:
     """Stages that `dvc repro` would run."""
-    return [line.split("'")[1] for line in chain.dvc("repro", "--dry").stdout.splitlines() if line.startswith("Running stage")]
+    return [
+        line.split("'")[1]
+        for line in chain.dvc("repro", "--dry").stdout.splitlines()
+        if line.startswith("Running stage")
+    ]
 
 
 def test_a_learning_rate_is_due_from_training_on(chain):
@@ -85,7 +95,9 @@ def test_a_prompt_is_due_from_collection_on(chain):
     name = "tasks/collect_prompts/builtin/chat.jsonl"
     with spoiled(chain, name):
         with open(chain.path(name), "a") as file:
-            file.write('{"id": "chat-999", "split": "train", "messages": [{"role": "user", "content": "Why is grass green?"}]}\n')
+            file.write(
+                '{"id": "chat-999", "split": "train", "messages": [{"role": "user", "content": "Why is grass green?"}]}\n'
+            )
         stages = due(chain)
         assert "prepare_target" not in stages
         assert "collect_prompts" in stages
@@ -171,7 +183,9 @@ def test_mlflow_has_the_run_its_stages_and_its_data(chain):
     assert {"regenerate_responses", "train_draft", "launch_server", "benchmark", "gate_benchmark"} <= children
     report = read(chain, "reports/benchmark.json")
     history = client.get_metric_history(parent.info.run_id, "accept_length/all")
-    assert [(point.step, round(point.value, 4)) for point in history][:1] == [(4, report["speculative"]["accept_length"])]
+    assert [(point.step, round(point.value, 4)) for point in history][:1] == [
+        (4, report["speculative"]["accept_length"])
+    ]
     assert parent.data.metrics["speedup"] == pytest.approx(report["speedup"], abs=1e-3)
     train = next(run for run in runs if run.info.run_name == "train_draft")
     lock = chain.path("dvc.lock").read_text()
@@ -182,5 +196,9 @@ def test_mlflow_has_the_run_its_stages_and_its_data(chain):
 def test_nothing_of_a_server_is_left(chain):
     import psutil
 
-    ours = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if str(chain.root) in " ".join(p.info["cmdline"] or [])]
+    ours = [
+        p.info["cmdline"]
+        for p in psutil.process_iter(["cmdline"])
+        if str(chain.root) in " ".join(p.info["cmdline"] or [])
+    ]
     assert not [command for command in ours if "sglang" in " ".join(command)]

@@ -193,6 +193,7 @@ def test_the_draft_is_an_external_model_with_its_accept_length(client, params):
     (model,) = client.search_logged_models([runs(client)["amber-fox"].info.experiment_id])
     assert model.tags["dvc_md5"] == "fedcba9876543210fedcba9876543210.dir"
     assert {metric.key: metric.value for metric in model.metrics}["accept_length"] == 2.5
+    assert [output.model_id for output in runs(client)["coral-owl"].outputs.model_outputs] == [model.model_id]
 
 
 def test_a_stage_that_dvc_runs_first_logs_the_headline_of_what_lies_above_it(client, params):
