@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from itertools import pairwise
@@ -528,6 +529,14 @@ def test_a_torchvision_that_fits_is_left_alone(tmp_path):
 
 
 def test_a_sitecustomize_further_down_the_path_still_runs(tmp_path):
+    """Also when this folder is there twice, under two names: it does not run itself for ever."""
+    (tmp_path / "again").symlink_to(SGLANG_CPU)
     (tmp_path / "sitecustomize.py").write_text("print('also here')")
-    done = python("", SGLANG_CPU, tmp_path)
+    done = python("", tmp_path / "again", tmp_path)
     assert (done.stdout.strip(), done.stderr) == ("also here", "")
+
+
+def test_two_checkouts_on_the_path_declare_the_operators_once(tmp_path):
+    shutil.copy(SGLANG_CPU / "sitecustomize.py", tmp_path)
+    done = python("import sys; print(str(sys.meta_path).count('TorchvisionOperators'))", tmp_path)
+    assert (done.stdout.strip(), done.stderr) == ("1", "")
