@@ -78,7 +78,7 @@ def _cut_at_stop(request: Request, ids: list[int], stops: tuple[int, ...]) -> An
 
 
 def _generate_on_server(server, settings: Regenerate, requests: list[Request]) -> Iterator[list[Answer]]:
-    """`batch_size` requests in flight; SGLang batches them itself. A failed request is left out, for the resume."""
+    """`batch_size` requests in flight; SGLang batches them itself. A refused one ends the stage; the journal keeps the rest."""
     sampling = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
     with ThreadPoolExecutor(max_workers=settings.batch_size) as pool:
         waiting = {pool.submit(server.generate, r.prompt_token_ids, sampling): r for r in requests}

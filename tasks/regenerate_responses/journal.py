@@ -26,21 +26,14 @@ class Journal:
         self.folder, self.path = folder, folder / "journal.jsonl"
         self._offsets: dict[tuple[str, str], int] = {}
         if self.path.exists() and self._read_index(key):
-            pass
-        elif self._finished_key() == key:
-            self._start(key, self._finished_records())
-        else:
-            if self.path.exists() or self._finished_key():
-                print(
-                    f"{folder}: the answers there were made from another target or with other settings; starting anew."
-                )
-            self._start(key, ())
+            return
+        finished = self._finished_key()
+        if finished != key and (finished or self.path.exists()):
+            print(f"{folder}: the answers there were made from another target or with other settings; starting anew.")
+        self._start(key, self._finished_records() if finished == key else ())
 
     def __contains__(self, item: tuple[str, str]) -> bool:
         return item in self._offsets
-
-    def __len__(self) -> int:
-        return len(self._offsets)
 
     def append(self, records: list[dict]) -> None:
         """Write a group of records (each with `split` and `id`) and force it to the disk."""
