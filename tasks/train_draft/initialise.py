@@ -3,9 +3,11 @@
 import torch
 
 from tasks.common.draft import Eagle3Draft
+from tasks.common.hidden_states import HiddenStates
 from tasks.common.target import TargetShape
 from tasks.common.target_weights import TargetWeights
 from tasks.common.vocab_map import VocabMap
+from tasks.train_draft.induction import start_induction_head
 
 # Standard deviation of random matrices, as Llama starts (initializer_range).
 _RANDOM_STD = 0.02
@@ -13,16 +15,22 @@ _RANDOM_STD = 0.02
 
 @torch.no_grad()
 def initialise(
-    draft: Eagle3Draft, vocab_map: VocabMap, seed: int, shape: TargetShape, weights: TargetWeights | None
+    draft: Eagle3Draft,
+    vocab_map: VocabMap,
+    seed: int,
+    shape: TargetShape,
+    weights: TargetWeights | None,
+    states: HiddenStates,
 ) -> None:
     """Set every parameter.
 
     From the target come its head's rows with the norm before them, so that the draft speaks its vocabulary from
-    the first step; its last MLP; and fc as a selector of the last aux slot, the state nearest to the target's own
-    answer. On the embedded default they are worth 0.02 to 0.05 of acceptance length after 400 steps.
+    the first step; its last MLP; fc as a selector of the last aux slot, the state nearest to the target's own
+    answer; and, fitted to its states, an induction head (see `induction`).
 
     Args:
         weights: the target's; None starts from random weights alone.
+        states: of the training split.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in draft.parameters():
@@ -32,11 +40,13 @@ def initialise(
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * _RANDOM_STD)
     if weights is None:
         return
-    draft.lm_head.weight.copy_(weights.lm_head()[vocab_map.target_ids])
+    lm_head = weights.lm_head()
+    draft.lm_head.weight.copy_(lm_head[vocab_map.target_ids])
     draft.norm.weight.copy_(weights.final_norm())
     hidden = draft.config.hidden_size
     draft.fc.weight.zero_()
     draft.fc.weight[:, -hidden:] = torch.eye(hidden)
+    start_induction_head(draft, states, lm_head)
     _copy_last_mlp(draft, weights, f"model.layers.{shape.num_layers - 1}")
 
 

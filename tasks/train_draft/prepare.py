@@ -47,7 +47,9 @@ def prepare_training(params: Params, folder: Path) -> tuple[Trainer, dict]:
         data[split] = DraftData(split_states, argmax, settings.batch_tokens, device)
 
     draft = Eagle3Draft.for_target(shape, contract, settings.draft_vocab_size, weights.embed_tokens())
-    initialise(draft, vocab_map, settings.seed, shape, weights if settings.init_from_target else None)
+    initialise(
+        draft, vocab_map, settings.seed, shape, weights if settings.init_from_target else None, states["train"]
+    )
     draft.to(device)
     trainer = Trainer(
         draft,

@@ -97,8 +97,9 @@ def test_a_crash_is_an_answer(planted):
 def test_a_hanging_import_is_ended(planted, monkeypatch):
     monkeypatch.setattr(run, "TIMEOUT_S", 3)
     environment = engine_with(planted, scheduler="import time\ntime.sleep(600)")
+    before = psutil.Process().children()  # of other tests, such as a Prefect server that is still ending
     assert probe_engine(environment).error == "no answer after 3 s"
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= set(before)
 
 
 def test_the_cause_behind_a_lazy_import_is_shown(planted):
