@@ -16,7 +16,7 @@ demo: $(INSTALLED)  ## the whole pipeline on the embedded default
 test: $(INSTALLED)  ## unit tests, and one real run of the whole chain
 	python -m pytest tests -m "not faults"
 
-test-faults: $(INSTALLED)  ## kill matrices and planted servers
+test-faults: $(INSTALLED)  ## kill -9 in the two longest stages of a real run
 	python -m pytest tests -m faults
 
 ui: $(INSTALLED)  ## MLflow on http://127.0.0.1:5000
@@ -35,5 +35,9 @@ $(INSTALLED): infra/constraints-cpu.txt
 	$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "draftline.pth").write_text("$(CURDIR)/infra/sglang_cpu\n")'
 	touch $@
 
-clean:  ## artifacts and reports of runs; the environment stays
-	rm -rf artifacts reports logs
+# DVC's cache stays, and the next run restores from it what its run cache knows. That leaves out what may be
+# continued (`persist` in dvc.yaml: answers, states, draft): `dvc checkout` brings those back first.
+# The records of servers stay too: by nothing else is one found that a killed run left behind.
+clean:  ## artifacts, reports and logs of runs; the environment stays
+	rm -rf artifacts reports
+	test ! -d logs || find logs -type f ! -name 'server-*.json' -delete

@@ -129,7 +129,7 @@ class StageProcess:
 
     def _stop(self) -> None:
         """End every process of the group: ask, wait, kill. A second signal must not cut this short."""
-        deaf = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+        deaf = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
         heard = {number: signal.signal(number, signal.SIG_IGN) for number in deaf}
         try:
             failed = self._process.poll() != 0

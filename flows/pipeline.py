@@ -27,6 +27,7 @@ from flows.dvc_stages import Stage, StageProcess, read_stages
 from flows.summary import PipelineResult, StageResult, benchmark_rows, print_summary
 from tasks.common.errors import DraftlineError
 from tasks.common.params import load_params
+from tasks.common.stage import exit_on_signals
 from tasks.common.tracking import PipelineRun
 
 
@@ -121,7 +122,7 @@ def main() -> None:
     atexit.register(gc.freeze)  # else the collector walks all of Prefect, DVC and MLflow at exit: seconds
     # Prefect hands SIGTERM on to the handler that it found. Python's own would skip atexit, where the
     # temporary API server is stopped.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_signals()
     try:
         _start_api()
         state = pipeline(PipelineParams(**given), return_state=True)

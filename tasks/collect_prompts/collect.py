@@ -3,13 +3,15 @@
 from collections import Counter
 from pathlib import Path
 
+from jinja2 import TemplateError
+
 from tasks.collect_prompts.sources import Row, read_folder
 from tasks.common.errors import DraftlineError
 from tasks.common.files import write_json, write_jsonl
 from tasks.common.params import Prompts
 from tasks.common.prompts import PROMPTS, Prompt, spread_over_domains
 from tasks.common.responses import SPLITS
-from tasks.common.target import render_prompt
+from tasks.common.target import control_tokens, render_prompt
 
 
 def collect_prompts(params: Prompts, tokenizer) -> dict:
@@ -64,6 +66,7 @@ class _Screen:
 
     def __init__(self, tokenizer, max_tokens: int):
         self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self.control_tokens = control_tokens(tokenizer)
         self.seen: dict[str, str] = {}
 
     def flaw(self, row: Row) -> str | None:
@@ -72,9 +75,12 @@ class _Screen:
         key = row.prompt.words
         if key in self.seen:
             return "duplicate" if self.seen[key] == row.split else "in_heldout"
-        if any(token in message["content"] for message in messages for token in self.tokenizer.all_special_tokens):
+        if any(token in message["content"] for message in messages for token in self.control_tokens):
             return "special_token_in_text"  # failure mode D11: it would become a control token
-        if len(render_prompt(self.tokenizer, messages)) > self.max_tokens:
-            return "too_long"
+        try:
+            if len(render_prompt(self.tokenizer, messages)) > self.max_tokens:
+                return "too_long"
+        except TemplateError:  # raised by the template itself, at two user messages in a row for one
+            return "refused_by_template"
         self.seen[key] = row.split
         return None

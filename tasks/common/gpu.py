@@ -5,13 +5,14 @@ import subprocess
 
 
 def memory_used_mib() -> dict[int, int]:
-    """MiB in use by GPU index; empty on a machine without NVIDIA's driver."""
-    return {int(index): int(used) for index, used in query("--query-gpu=index,memory.used")}
+    """MiB in use by GPU index; empty on a machine without NVIDIA's driver, without the GPUs of which it does not say."""
+    return {int(index): int(used) for index, used in query("--query-gpu=index,memory.used") if used.isdigit()}
 
 
 def processes() -> dict[int, int]:
     """MiB in use by pid; a container may see none of them, or pids of its host."""
-    return {int(pid): int(used) for pid, used in query("--query-compute-apps=pid,used_memory") if used.isdigit()}
+    rows = query("--query-compute-apps=pid,used_memory")
+    return {int(pid): int(used) for pid, used in rows if pid.isdigit() and used.isdigit()}
 
 
 def query(what: str) -> list[list[str]]:

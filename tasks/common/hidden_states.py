@@ -170,7 +170,7 @@ class HiddenStates:
         if manifest["format_version"] != FORMAT_VERSION:
             raise DraftlineError(
                 f"{folder / 'manifest.json'}: format_version {manifest['format_version']}, this code reads "
-                f"{FORMAT_VERSION}. Dump again: `dvc repro --force dump_hidden_states`."
+                f"{FORMAT_VERSION}. Dump again: delete {HIDDEN_STATES}, then `dvc repro`."
             )
         self.folder = folder
         self.contract = Contract.model_validate(manifest["contract"])

@@ -46,7 +46,7 @@ class Prompts(Section):
 
 class Regenerate(Section):
     engine: Engine = "transformers"
-    max_new_tokens: Count = 64
+    max_new_tokens: Count = 48
     temperature: Annotated[float, Field(ge=0)] = 0.0
     seed: int = Field(0, description="used when temperature > 0")
     batch_size: Count = Field(32, description="prompts generated together (transformers) or in flight (sglang)")
@@ -59,12 +59,14 @@ class Dump(Section):
 
 
 class TrainDraft(Section):
-    draft_vocab_size: Count = 8192
+    draft_vocab_size: Count = 4096
     ttt_length: Count = Field(3, description="test-time-training steps K; at least serve.num_steps")
-    init_from_target: bool = Field(True, description="start the draft's head from the target's rows")
+    init_from_target: bool = Field(
+        True, description="start from the target's weights and an induction head fitted to its states"
+    )
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     warmup_steps: Annotated[int, Field(ge=0)] = 20
-    max_steps: Count = 400
+    max_steps: Count = 200
     batch_tokens: Count = Field(1024, description="tokens of one packed batch (an optimiser step)")
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -78,7 +80,7 @@ class Serve(Section):
     num_steps: Count = 3
     eagle_topk: Count = 1
     num_draft_tokens: Count = 4
-    port: Annotated[int, Field(ge=1024, le=65535)] = 30000
+    port: Annotated[int, Field(ge=1024, le=65534)] = 30000
     context_length: Count = 2048
     max_running_requests: Count = 8
     max_total_tokens: Count | None = Field(20000, description="KV cache tokens; null lets SGLang choose")
@@ -104,7 +106,7 @@ class Serve(Section):
 
 class Benchmark(Section):
     num_prompts: Count = Field(16, description="held-out prompts, spread over domains")
-    max_new_tokens: Count = 64
+    max_new_tokens: Count = 48
     repeats: Count = Field(1, description="each prompt is asked of both servers this often, in turn")
     warmup_prompts: Count = 2
 
@@ -119,8 +121,8 @@ class Gates(Section):
     min_mask_density: Fraction = Field(0.02, description="share of assistant tokens in a sample")
     replay_samples: Annotated[int, Field(ge=0)] = Field(2, description="samples replayed through the target; 0 skips")
     max_relative_error: Annotated[float, Field(gt=0)] = Field(1e-3, description="relative L2 error per aux slot")
-    min_predicted_accept_length: Annotated[float, Field(ge=1)] = 1.3
-    min_accept_length: Annotated[float, Field(ge=1)] = 1.3
+    min_predicted_accept_length: Annotated[float, Field(ge=1)] = 1.5
+    min_accept_length: Annotated[float, Field(ge=1)] = 1.5
 
 
 class Tracking(Section):

@@ -3,8 +3,11 @@
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from tasks.common.errors import DraftlineError
 from tasks.common.files import ARTIFACTS, read_jsonl
+from tasks.common.responses import SPLITS
 
 PROMPTS = ARTIFACTS / "prompts"
 
@@ -38,6 +41,27 @@ def read_prompts(split: str, folder: Path = PROMPTS) -> Iterator[Prompt]:
     """Yield the prompts of a split ('train' or 'heldout') in file order."""
     for row in read_jsonl(folder / f"{split}.jsonl"):
         yield Prompt(**row)
+
+
+def split_of(row: dict, path: Path, line: int) -> str:
+    """The split of a data set's row: its own field, or what the file's name says.
+
+    Raises:
+        DraftlineError: an unknown split; names file and line.
+    """
+    split = row.get("split") or ("heldout" if path.name.startswith("heldout") else "train")
+    if split not in SPLITS:
+        raise DraftlineError(f"{path}:{line}: split is {split!r}, expected one of {', '.join(SPLITS)}.")
+    return split
+
+
+def turns_of(row: dict) -> list[tuple[Any, Any]] | None:
+    """(speaker, words) of each turn of a data set's row, whatever they are; None where it holds no conversation."""
+    for field, speaker, words in (("messages", "role", "content"), ("conversations", "from", "value")):
+        if isinstance(row.get(field), list):
+            turns = [turn if isinstance(turn, dict) else {} for turn in row[field]]
+            return [(turn.get(speaker), turn.get(words)) for turn in turns]
+    return [("user", row["prompt"])] if isinstance(row.get("prompt"), str) else None
 
 
 def spread_over_domains(prompts: list[Prompt], count: int) -> list[Prompt]:

@@ -1,9 +1,8 @@
 """What is said to SGLang, and why: the whole command line and environment of a server, checked before it starts.
 
-Three kinds of server, with the same flags wherever they could change speed or results:
+Two kinds of server, with the same flags wherever they could change speed or results:
 
     baseline_plan      the target alone
-    capture_plan       the target alone, answering with its aux hidden states
     speculative_plan   the target with an exported EAGLE-3 draft (speculative_plan.py)
 
 Each setting carries its reason; `python -m tasks.launch_server --print` shows them.
@@ -12,20 +11,17 @@ Each setting carries its reason; `python -m tasks.launch_server --print` shows t
 import os
 import sys
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from tasks.common.contract import served_layer_ids
 from tasks.common.errors import DraftlineError
 from tasks.common.params import PARAMS, Params
-from tasks.common.target import TARGET, TargetShape, load_config, model_folder, target_contract
+from tasks.common.target import TARGET, TargetShape, load_config, model_folder
 
 # Import hook and kernel stand-in without which no released SGLang wheel runs on a CPU.
 _CPU_ENGINE = Path(__file__).resolve().parents[2] / "infra" / "sglang_cpu"
-_CAPTURE_ONLY_SINCE = (0, 5, 23)
 # Other spellings of flags that a plan sets, so that `serve.extra_args` cannot slip past it.
-_ALIASES = {"--model": "--model-path", "--speculative-draft-model": "--speculative-draft-model-path"}
+_ALIASES = ("--model",)
 
 
 @dataclass(frozen=True)
@@ -48,7 +44,7 @@ class ServerPlan:
         flags: the command line, without the weight version that the run adds.
     """
 
-    kind: Literal["speculative", "baseline", "capture"]
+    kind: Literal["speculative", "baseline"]
     port: int
     startup_timeout_s: int
     device: str
@@ -101,29 +97,6 @@ def baseline_plan(params: Params, *, port: int | None = None, target: Path = TAR
         flags=(*shared, *_extra_flags(params, shared)),
         environment=server_environment(params),
     )
-
-
-def capture_plan(params: Params, *, port: int | None = None, target: Path = TARGET) -> ServerPlan:
-    """The target alone, with the aux states of the contract's layers in its answers.
-
-    Raises:
-        DraftlineError: the SGLang at hand cannot capture without a draft, or the settings cannot be served.
-    """
-    if _sglang_version() < _CAPTURE_ONLY_SINCE:
-        raise DraftlineError(
-            f"SGLang {version('sglang')} captures aux hidden states only beside a draft; "
-            f"{'.'.join(map(str, _CAPTURE_ONLY_SINCE))} is the first version seen to do it without one."
-        )
-    contract = target_contract(params.contract, target)
-    ids = map(str, served_layer_ids(contract.aux_layer_ids, contract.architecture))
-    plan = baseline_plan(params, port=port, target=target)
-    capture = (
-        flag("--speculative-algorithm", "EAGLE3", reason="names the capture convention; no draft is loaded"),
-        flag("--enable-return-aux-hidden-states", reason="answers carry aux states in place of the last state"),
-        flag("--return-aux-hidden-state-layer-ids", *ids, reason=f"outputs {list(contract.aux_layer_ids)}"),
-        flag("--disable-radix-cache", reason="the states of prompt tokens found in the cache are left out"),
-    )
-    return replace(plan, kind="capture", flags=(*plan.flags, *capture))
 
 
 def flag(name: str, *values: str, reason: str) -> Setting:
@@ -203,10 +176,10 @@ def _extra_flags(params: Params, planned: tuple[Setting, ...]) -> list[Setting]:
             extras[-1] = replace(extras[-1], values=(*extras[-1].values, word))
         else:
             raise DraftlineError(f"{PARAMS}: serve.extra_args starts with {word!r}, which belongs to no flag.")
-    taken = {flag.name for flag in planned}
+    taken = {flag.name for flag in planned} | {"--speculative-algorithm", "--weight-version", *_ALIASES}
     for extra in extras:
-        name = _ALIASES.get(extra.name, extra.name)
-        if name in taken or name.startswith(("--speculative-", "--weight-version")):
+        # SGLang's parser also takes the beginning of a flag for the flag.
+        if extra.name.startswith("--speculative-") or any(name.startswith(extra.name) for name in taken):
             raise DraftlineError(
                 f"{PARAMS}: serve.extra_args holds {extra.name}, which Draftline sets itself so that it can be checked. "
                 f"Change the parameter that it comes from (`python -m tasks.launch_server --print` names it)."
@@ -221,7 +194,3 @@ def _check_context(params: Params, target: Path) -> None:
             f"{PARAMS}: serve.context_length is {params.serve.context_length}, but {target / 'config.json'} has {limit} "
             f"positions. Set serve.context_length to at most {limit}."
         )
-
-
-def _sglang_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in version("sglang").split(".")[:3] if part.isdigit())

@@ -136,14 +136,13 @@ def reap_stale_servers(folder: Path = LOGS) -> list[str]:
 
 @contextmanager
 def signals_held() -> Iterator[None]:
-    """Hold SIGTERM and Ctrl-C back until the block ends: a server started and not yet recorded must not be forgotten."""
+    """Hold SIGTERM, SIGHUP and Ctrl-C back until the block ends: a server started and not yet recorded must not be forgotten."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Python delivers signals to the main thread alone
         return
     arrived: list[int] = []
-    handlers = {
-        number: signal.signal(number, lambda n, _: arrived.append(n)) for number in (signal.SIGTERM, signal.SIGINT)
-    }
+    held = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    handlers = {number: signal.signal(number, lambda n, _: arrived.append(n)) for number in held}
     try:
         yield
     finally:

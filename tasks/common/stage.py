@@ -13,12 +13,19 @@ from tasks.common.tracking import Tracker
 from tasks.common.versions import require_verified_versions
 
 
+def exit_on_signals() -> None:
+    """Leave by SystemExit on SIGTERM, and on the hang-up of a terminal unless nohup said to ignore it."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda received, _: sys.exit(128 + received))
+
+
 def run_stage(name: str, main: Callable[[Params, Tracker], None]) -> None:
     """Run `main(params, tracker)` as the stage `name`, then exit the process on failure.
 
-    SIGTERM raises SystemExit, so that context managers stop servers and close files.
+    SIGTERM and SIGHUP raise SystemExit, so that context managers stop servers and close files.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    exit_on_signals()
     # OpenMP reads it when torch is loaded. Idle threads that spin cost a busy machine several times the work itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     atexit.register(gc.freeze)  # else the collector walks all of MLflow and torch at exit: a second or more

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from tasks.common.contract import Contract, default_aux_layers
 from tasks.common.errors import DraftlineError
-from tasks.common.files import ARTIFACTS, read_json, sha256_json
+from tasks.common.files import ARTIFACTS, read_json, sha256_file, sha256_json
 from tasks.common.params import ContractParams
 from tasks.common.params import Target as TargetParams
 from tasks.common.target_source import locate
 
 TARGET = ARTIFACTS / "target"
+# Of a weight file's data, for its outline.
+_SAMPLES, _SAMPLE_BYTES = 32, 2**14
 
 
 @dataclass(frozen=True)
@@ -62,17 +64,36 @@ class TargetShape:
 
 
 def load_config(folder: Path = TARGET):
-    """`AutoConfig` of a prepared target."""
+    """`AutoConfig` of a prepared target.
+
+    Raises:
+        DraftlineError: nothing is prepared there.
+    """
     from transformers import AutoConfig
 
-    return AutoConfig.from_pretrained(folder)
+    config = folder / "config.json"
+    if not config.exists():
+        raise DraftlineError(f"{config}: not there. Run the stage that writes it: `dvc repro prepare_target`.")
+    return AutoConfig.from_pretrained(folder, trust_remote_code=_trusts_own_code(folder))
 
 
 def load_tokenizer(folder: Path = TARGET):
     """`AutoTokenizer` of a prepared target, chat template included."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=_trusts_own_code(folder))
+
+
+def _trusts_own_code(folder: Path) -> bool:
+    """target.trust_remote_code, as `prepare_target` recorded it: without it transformers asks at the terminal."""
+    identity = folder / "draftline.json"
+    return identity.exists() and read_json(identity).get("trust_remote_code", False)
+
+
+def control_tokens(tokenizer) -> list[str]:
+    """Texts that become control tokens wherever they stand: those with a name (eos, pad) and all others marked so."""
+    marked = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted(marked | set(tokenizer.all_special_tokens))
 
 
 def model_folder(params: TargetParams, folder: Path = TARGET) -> Path:
@@ -81,7 +102,7 @@ def model_folder(params: TargetParams, folder: Path = TARGET) -> Path:
     `prepare_target` copies config and tokenizer but not the weights of a real target, which can be a terabyte.
 
     Raises:
-        DraftlineError: a weight file has changed size or header since `prepare_target` hashed it.
+        DraftlineError: config or weights have changed since `prepare_target` hashed them (see `weight_outline`).
     """
     identity = read_json(folder / "draftline.json")
     if identity["source"] == "builtin":
@@ -89,20 +110,32 @@ def model_folder(params: TargetParams, folder: Path = TARGET) -> Path:
     source = locate(params)
     if weight_outline(source.folder) != identity["weight_outline"]:
         raise DraftlineError(
-            f"target.model: the weights in {source.folder} are not those that prepare_target hashed. "
-            f"Run `dvc repro --force prepare_target`, and all that was made from the old weights is made anew."
+            f"target.model: config and weights in {source.folder} are not those that prepare_target hashed. "
+            f"Run `dvc repro --force prepare_target`, and all that was made from the old ones is made anew."
         )
     return source.folder
 
 
 def weight_outline(folder: Path) -> str:
-    """Hash over names, sizes and headers of the weight files: read in seconds where hashing them takes minutes."""
-    outline = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with open(path, "rb") as file:
-            header = file.read(int.from_bytes(file.read(8), "little"))
-        outline.append([path.name, path.stat().st_size, hashlib.sha256(header).hexdigest()])
-    return sha256_json(outline)
+    """Hash over the config and, of each weight file, its name, size, header and samples of its data.
+
+    Read in seconds where hashing the files takes minutes: half a megabyte of each. A model that was trained on and
+    saved over this one is noticed; an edit of single tensors may fall between the samples.
+    """
+    files = [_outline(path) for path in sorted(folder.glob("*.safetensors"))]
+    return sha256_json({"config": sha256_file(folder / "config.json"), "files": files})
+
+
+def _outline(path: Path) -> list:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        outline = hashlib.sha256(file.read(int.from_bytes(file.read(8), "little")))
+        first = file.tell()
+        room = max(0, size - _SAMPLE_BYTES - first)
+        for number in range(_SAMPLES):  # at even distances, the first and the last bytes included
+            file.seek(first + room * number // (_SAMPLES - 1))
+            outline.update(file.read(_SAMPLE_BYTES))
+    return [path.name, size, outline.hexdigest()]
 
 
 def load_model(params: TargetParams, folder: Path = TARGET):

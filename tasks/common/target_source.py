@@ -75,7 +75,7 @@ def _fetch(target: Target, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"] + (["*.safetensors"] if weights else [])
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"] + (["*.safetensors"] if weights else [])
     try:
         return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:

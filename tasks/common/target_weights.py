@@ -33,12 +33,15 @@ class TargetWeights:
             )
 
     def find(self, suffix: str) -> str | None:
-        """Full name of the one tensor whose name ends with `suffix` (multimodal targets prefix the language model's).
+        """Full name of the one tensor whose name ends with `suffix`.
+
+        Multimodal targets prefix the language model's names, and may call it `language_model` instead of `model`.
 
         Raises:
             DraftlineError: several tensors match.
         """
-        names = [name for name in self._files if name == suffix or name.endswith(f".{suffix}")]
+        endings = (f".{suffix}", f".language_{suffix}")
+        names = [name for name in self._files if f".{name}".endswith(endings)]
         if len(names) > 1:
             raise DraftlineError(f"{self.folder}: several tensors are named {suffix}: {', '.join(sorted(names))}.")
         return names[0] if names else None
@@ -67,8 +70,8 @@ class TargetWeights:
             return tuple(file.get_slice(name).get_shape())
 
     def embed_tokens(self) -> torch.Tensor:
-        """[V, H]."""
-        return self.read("embed_tokens.weight")
+        """[V, H]; not the copy that a layer for multi-token prediction has (model.layers.61.embed_tokens)."""
+        return self.read("model.embed_tokens.weight")
 
     def lm_head(self) -> torch.Tensor:
         """[V, H]: the head's own rows, or the embedding's where the two are tied."""

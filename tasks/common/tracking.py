@@ -162,7 +162,7 @@ class _Outbox:
 
 
 def _is_signal(error: BaseException) -> bool:
-    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (130, 143))
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (129, 130, 143))
 
 
 def _cause(error: BaseException) -> str:

@@ -8,18 +8,26 @@ from pathlib import Path
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.files import sha256_json
-from tasks.common.hidden_states import HIDDEN_STATES, Sample, shard_is_done, write_manifest, write_shard
+from tasks.common.hidden_states import (
+    FORMAT_VERSION,
+    HIDDEN_STATES,
+    Sample,
+    shard_is_done,
+    write_manifest,
+    write_shard,
+)
 from tasks.common.params import Dump, Params
 from tasks.common.progress import progress
 from tasks.common.responses import SPLITS, Response, read_responses
 from tasks.common.target import load_model, target_contract
+from tasks.common.versions import result_versions
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class PlannedShard:
-    """Which answers a shard holds; `sha256` covers their ids, tokens and masks, the contract and the dtype."""
+    """Which answers a shard holds; `sha256` covers their ids, tokens and masks, and all that their states depend on."""
 
     name: str
     sha256: str
@@ -45,7 +53,7 @@ def dump(params: Params) -> dict[str, dict[str, int]]:
     for split in SPLITS:
         totals[split] = {"samples": 0, "tokens": 0, "shards": 0, "taken_over": 0}
         missing[split] = set()
-        for shard in plan_shards(split, params.dump, contract):
+        for shard in plan_shards(split, params, contract):
             done = shard_is_done(HIDDEN_STATES / split, shard.name, shard.sha256)
             totals[split]["samples"] += len(shard.responses)
             totals[split]["tokens"] += shard.tokens
@@ -59,7 +67,7 @@ def dump(params: Params) -> dict[str, dict[str, int]]:
     for split in SPLITS:
         folder = HIDDEN_STATES / split
         with progress(total=totals[split]["tokens"], desc=f"dumping {split}", unit="tok") as bar:
-            for shard in plan_shards(split, params.dump, contract):
+            for shard in plan_shards(split, params, contract):
                 if shard.name in missing[split]:
                     _write(shard, folder, capture, params.dump)
                 bar.update(shard.tokens)
@@ -74,25 +82,30 @@ def bytes_per_token(contract: Contract, storage_dtype: str) -> int:
     return (contract.aux_width + contract.hidden_size) * _BYTES[storage_dtype] + 5
 
 
-def plan_shards(split: str, params: Dump, contract: Contract) -> Iterator[PlannedShard]:
+def plan_shards(split: str, params: Params, contract: Contract) -> Iterator[PlannedShard]:
     """Yield shards of about `shard_tokens` tokens in prompt order: a prompt that is added last leaves all but the last as they were."""
+    made_with = [
+        FORMAT_VERSION,
+        contract.model_dump(),
+        params.target.dtype,
+        params.dump.storage_dtype,
+        result_versions(),
+    ]
     pending: list[Response] = []
     tokens = index = 0
     for response in read_responses(split):
         pending.append(response)
         tokens += len(response.token_ids)
-        if tokens >= params.shard_tokens:
-            yield _planned(index, pending, params, contract)
+        if tokens >= params.dump.shard_tokens:
+            yield _planned(index, pending, made_with)
             pending, tokens, index = [], 0, index + 1
     if pending:
-        yield _planned(index, pending, params, contract)
+        yield _planned(index, pending, made_with)
 
 
-def _planned(index: int, responses: list[Response], params: Dump, contract: Contract) -> PlannedShard:
+def _planned(index: int, responses: list[Response], made_with: list) -> PlannedShard:
     content = [[response.id, response.token_ids, response.loss_mask] for response in responses]
-    return PlannedShard(
-        _shard_name(index), sha256_json([contract.model_dump(), params.storage_dtype, content]), responses
-    )
+    return PlannedShard(_shard_name(index), sha256_json([made_with, content]), responses)
 
 
 def _shard_name(index: int) -> str:

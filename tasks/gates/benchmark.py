@@ -295,7 +295,7 @@ def _figures(report: dict[str, Any], prompts: pd.DataFrame) -> pd.DataFrame:
 
 
 def _accept_length(correct: float, rounds: float) -> float:
-    return 1 + correct / rounds if rounds else math.nan
+    return 1 + correct / rounds if rounds else math.inf  # a NaN would pass for a missing value
 
 
 def _survival(report: dict[str, Any]) -> pd.DataFrame:

@@ -23,7 +23,8 @@ LEAD = (
     "written, and they are what the target computes at the layers that the contract names."
 )
 _DUMP_SHARD = "Delete the shard named above and run `dvc repro`: only it is dumped again."
-_DUMP_ALL = "Dump again: `dvc repro --force dump_hidden_states`."
+# `--force` would take over the shards that are there.
+_DUMP_ALL = "Dump again: delete artifacts/hidden_states, then `dvc repro`."
 
 
 def build(params: Params) -> Gate:

@@ -12,7 +12,7 @@ from tasks.common.params import Gates, Params
 from tasks.common.progress import progress
 from tasks.common.prompts import PROMPTS, Prompt, read_prompts
 from tasks.common.responses import SPLITS
-from tasks.common.target import load_tokenizer, render_prompt
+from tasks.common.target import control_tokens, load_tokenizer, render_prompt
 from tasks.gates.gate import Gate
 from tasks.gates.report import Histogram
 from tasks.gates.suite import Table, because
@@ -170,6 +170,7 @@ _SPLIT_COLUMNS = ("id", "read", "dropped", "prompts", "domains")
 
 def _rows() -> Iterator[dict[str, Any]]:
     tokenizer = load_tokenizer()
+    forbidden = control_tokens(tokenizer)
     in_training: dict[str, str] = {}
     for split in SPLITS:
         for prompt in read_prompts(split):
@@ -186,7 +187,7 @@ def _rows() -> Iterator[dict[str, Any]]:
                 "last_role": roles[-1] if roles else "",
                 "unknown_roles": ", ".join(sorted({str(role) for role in roles} - _ROLES)),
                 "empty_messages": sum(not content.strip() for content in contents),
-                "control_token": next((t for t in tokenizer.all_special_tokens if any(t in c for c in contents)), ""),
+                "control_token": next((t for t in forbidden if any(t in c for c in contents)), ""),
                 "tokens": _count_tokens(tokenizer, prompt),
                 "same_as_training_prompt": in_training.get(words, "") if split == "heldout" else "",
                 "detail": f"in {split}, from {prompt.source}",

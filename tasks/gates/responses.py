@@ -22,7 +22,8 @@ LEAD = (
     "and kept as the token ids that it saw and generated."
 )
 _STOPPED, _CUT = "stop, at a stop token", "length, without one"
-_AGAIN = "Run `dvc repro --force --single-item regenerate_responses`."
+# `--force` would take over the answers that are there.
+_AGAIN = "Answer again: delete artifacts/responses, then `dvc repro`."
 _ANSWER_COLUMNS = (
     "id",
     "asked",

@@ -1,7 +1,7 @@
 """Start the real server with the exported draft; prove what it is, that it speculates, and on which states.
 
     python -m tasks.launch_server            # start, prove, shut down -> reports/launch_server.json
-    python -m tasks.launch_server --print    # the command line with a reason for each flag; starts nothing
+    python -m tasks.launch_server --print    # the line to serve the draft with, a reason for each flag; starts nothing
 
 The plan is checked before anything starts. Then: identity (nonce, paths, owner of the port), speculation on, the
 draft's input n_aux * H wide, and the first parity check: dumped held-out samples are replayed as the same token
@@ -106,9 +106,9 @@ def _bound(errors: list[float], limit: float) -> float:
 
 
 def print_plan() -> None:
-    """What would be started, and why."""
+    """The server that people should run, and why so: without the probe's flags."""
     try:
-        show_plan(speculative_plan(load_params()).with_hidden_states())
+        show_plan(speculative_plan(load_params()))
     except DraftlineError as error:
         sys.exit(f"launch_server failed:\n{error}")
 

@@ -5,9 +5,21 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tasks.common.errors import DraftlineError
 from tasks.common.files import sha256_json
-from tasks.common.params import Params, Regenerate
-from tasks.common.target import load_model, load_tokenizer, stop_token_ids
+from tasks.common.params import PARAMS, Params, Regenerate
+from tasks.common.target import load_model, stop_token_ids
+
+# Sent with each request, so that no default of the server counts: SGLang knows --preferred-sampling-params, and
+# --sampling-defaults takes what its OpenAI routes are not told from the model's generation_config.json.
+_PLAIN = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+}
 
 
 @dataclass(frozen=True)
@@ -30,7 +42,11 @@ class Answer:
 
 @contextmanager
 def open_engine(params: Params):
-    """Yield `generate(requests)`, an iterator over groups of answers, for `params.regenerate.engine`."""
+    """Yield `generate(requests)`, a generator of groups of answers, for `params.regenerate.engine`; close it first.
+
+    Raises:
+        DraftlineError: SGLang would not draw by the seed.
+    """
     if params.regenerate.engine == "transformers":
         model = load_model(params.target)
         yield lambda requests: _generate_in_batches(model, params.regenerate, requests)
@@ -38,6 +54,7 @@ def open_engine(params: Params):
         from tasks.common.server import Server
         from tasks.common.server_plan import baseline_plan
 
+        _require_seed_to_count(params)
         with Server(baseline_plan(params)) as server:
             yield lambda requests: _generate_on_server(server, params.regenerate, requests)
 
@@ -45,8 +62,13 @@ def open_engine(params: Params):
 def _generate_in_batches(model, settings: Regenerate, requests: list[Request]) -> Iterator[list[Answer]]:
     """Left-padded batches, longest prompts first: an out-of-memory error comes at once, and the ETA is honest."""
     import torch
+    from transformers import GenerationConfig
 
-    stops, pad = stop_token_ids(), load_tokenizer().pad_token_id
+    # What generate() is not told it takes from the model's own configuration (top_p, repetition_penalty even when
+    # greedy, ...), and so it would for what a configuration that is passed in leaves open.
+    model.generation_config = GenerationConfig()
+    stops = stop_token_ids()
+    pad = stops[0]  # masked in front and cut off behind; not every tokenizer has a token for it
     ordered = sorted(requests, key=lambda request: (-len(request.prompt_token_ids), request.split, request.id))
     for start in range(0, len(ordered), settings.batch_size):
         batch = ordered[start : start + settings.batch_size]
@@ -54,7 +76,7 @@ def _generate_in_batches(model, settings: Regenerate, requests: list[Request]) -
         ids = torch.tensor([[pad] * (width - len(r.prompt_token_ids)) + r.prompt_token_ids for r in batch])
         mask = torch.tensor([[0] * (width - len(r.prompt_token_ids)) + [1] * len(r.prompt_token_ids) for r in batch])
         # Seeded by the batch's first prompt, so that a resumed run samples what an uninterrupted one would.
-        torch.manual_seed(int(sha256_json([settings.seed, batch[0].id])[:15], 16))
+        torch.manual_seed(_seed_of(batch[0], settings))
         with torch.inference_mode():
             output = model.generate(
                 input_ids=ids.to(model.device),
@@ -78,10 +100,50 @@ def _cut_at_stop(request: Request, ids: list[int], stops: tuple[int, ...]) -> An
 
 
 def _generate_on_server(server, settings: Regenerate, requests: list[Request]) -> Iterator[list[Answer]]:
-    """`batch_size` requests in flight; SGLang batches them itself. A refused one ends the stage; the journal keeps the rest."""
-    sampling = {"max_new_tokens": settings.max_new_tokens, "temperature": settings.temperature}
-    with ThreadPoolExecutor(max_workers=settings.batch_size) as pool:
-        waiting = {pool.submit(server.generate, r.prompt_token_ids, sampling): r for r in requests}
-        for done in as_completed(waiting):
-            completion = done.result()
-            yield [Answer(waiting[done], completion.output_ids, completion.finish_reason)]
+    """`batch_size` requests in flight; SGLang batches them itself.
+
+    A refused request ends the stage: those that wait are dropped, those in flight are still answered and kept. A stage
+    that is stopped drops both, and keeps what is answered by then.
+    """
+    pool = ThreadPoolExecutor(max_workers=settings.batch_size)
+    asked = {}
+    try:
+        for request in requests:
+            asked[pool.submit(server.generate, request.prompt_token_ids, _sampling(request, settings))] = request
+        for done in as_completed(list(asked)):
+            yield [_served(asked.pop(done), done.result())]
+    except (Exception, KeyboardInterrupt, SystemExit) as error:
+        pool.shutdown(wait=isinstance(error, Exception), cancel_futures=True)
+        answered = [f for f in asked if f.done() and not f.cancelled() and not f.exception()]
+        yield [_served(asked[future], future.result()) for future in answered]
+        raise
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _sampling(request: Request, settings: Regenerate) -> dict:
+    return {
+        **_PLAIN,
+        "max_new_tokens": settings.max_new_tokens,
+        "temperature": settings.temperature,
+        "sampling_seed": _seed_of(request, settings),
+    }
+
+
+def _served(request: Request, completion) -> Answer:
+    return Answer(request, completion.output_ids, completion.finish_reason)
+
+
+def _seed_of(request: Request, settings: Regenerate) -> int:
+    return int(sha256_json([settings.seed, request.id])[:15], 16)
+
+
+def _require_seed_to_count(params: Params) -> None:
+    """SGLang takes a seed with any request and leaves it aside unless the whole server is deterministic."""
+    settings, flag = params.regenerate, "--enable-deterministic-inference"
+    if settings.seed and settings.temperature and flag not in params.serve.extra_args:
+        raise DraftlineError(
+            f"{PARAMS}: regenerate.seed is {settings.seed}, but SGLang draws without a seed unless it is started with "
+            f"{flag}. Add that to serve.extra_args (GPUs only), set regenerate.seed: 0, or use regenerate.engine: "
+            f"transformers."
+        )

@@ -29,7 +29,9 @@ class Journal:
             return
         finished = self._finished_key()
         if finished != key and (finished or self.path.exists()):
-            print(f"{folder}: the answers there were made from another target or with other settings; starting anew.")
+            print(
+                f"{folder}: the answers there were made from another target, with other settings or by other versions; starting anew."
+            )
         self._start(key, self._finished_records() if finished == key else ())
 
     def __contains__(self, item: tuple[str, str]) -> bool:

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
 
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, sha256_json, write_json, write_jsonl
@@ -10,6 +12,7 @@ from tasks.common.progress import progress
 from tasks.common.prompts import Prompt, read_prompts
 from tasks.common.responses import RESPONSES, SPLITS, Response
 from tasks.common.target import TARGET, load_tokenizer, render_prompt
+from tasks.common.versions import result_versions
 from tasks.regenerate_responses.engines import Answer, Request, open_engine
 from tasks.regenerate_responses.journal import Journal
 
@@ -18,19 +21,12 @@ def regenerate(params: Params) -> dict:
     """Write artifacts/responses/{train,heldout,failures}.jsonl and manifest.json.
 
     Returns:
-        The manifest: provenance (target, tokenizer, engine, sampling) and counts by split.
+        The manifest: provenance (target, tokenizer, engine, sampling, versions) and counts by split.
 
     Raises:
         DraftlineError: no prompt has an answer that can be used.
     """
-    identity = read_json(TARGET / "draftline.json")
-    provenance = {
-        "target_sha256": identity["target_sha256"],
-        "tokenizer_sha256": identity["tokenizer_sha256"],
-        "dtype": params.target.dtype,
-        # How many prompts run together is no property of an answer.
-        "sampling": params.regenerate.model_dump(exclude={"batch_size"}),
-    }
+    provenance = _provenance(params)
     key = sha256_json(provenance)
     tokenizer, journal = load_tokenizer(), Journal(RESPONSES, key)
     prompts = {split: list(read_prompts(split)) for split in SPLITS}
@@ -41,8 +37,9 @@ def regenerate(params: Params) -> dict:
     ]
     waiting = [request for request in requests if not _is_answered(journal, request)]
     if waiting:
-        with open_engine(params) as generate:
-            _answer_all(generate(waiting), journal, tokenizer, total=len(requests), done=len(requests) - len(waiting))
+        # Closed before the engine is, so that a server which is stopped has no queue left.
+        with open_engine(params) as generate, closing(generate(waiting)) as groups:
+            _answer_all(groups, journal, tokenizer, total=len(requests), done=len(requests) - len(waiting))
     counts = {split: _write_split(split, prompts[split], journal, tokenizer) for split in SPLITS}
     failures = [failure for split in SPLITS for failure in counts[split].pop("failed_ids")]
     if not any(part["answers"] for part in counts.values()):
@@ -54,6 +51,23 @@ def regenerate(params: Params) -> dict:
     write_json(RESPONSES / "manifest.json", manifest)
     journal.remove()
     return manifest
+
+
+def _provenance(params: Params) -> dict[str, Any]:
+    """All that an answer depends on besides its prompt; how many prompts run together is no property of an answer."""
+    identity = read_json(TARGET / "draftline.json")
+    provenance = {
+        "target_sha256": identity["target_sha256"],
+        "tokenizer_sha256": identity["tokenizer_sha256"],
+        "dtype": params.target.dtype,
+        "sampling": params.regenerate.model_dump(exclude={"batch_size"}),
+        "versions": result_versions(),
+    }
+    if params.regenerate.engine == "sglang":
+        # The first two bound an answer's length.
+        names = {"context_length", "max_total_tokens", "extra_args"}
+        provenance["serve"] = params.serve.model_dump(mode="json", include=names)
+    return provenance
 
 
 def _is_answered(journal: Journal, request: Request) -> bool:

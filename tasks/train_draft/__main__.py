@@ -30,25 +30,20 @@ def main(params: Params, tracker: Tracker) -> None:
             accuracy = " ".join(f"{value:.2f}" for value in step.accuracy_by_position)
             bar.set_postfix_str(f"loss {step.loss:.2f}, accuracy {accuracy}, {speed:.0f} tok/s", refresh=False)
             bar.update()
-            tracker.log_metrics({"train/loss": step.loss, "train/tokens_per_s": speed}, step.step)
-            tracker.log_metrics(
-                {f"train/accuracy_position_{i}": value for i, value in enumerate(step.accuracy_by_position)}, step.step
-            )
+            metrics = {"train/loss": step.loss, "train/tokens_per_s": speed}
+            metrics |= {f"train/accuracy_position_{i}": value for i, value in enumerate(step.accuracy_by_position)}
             if step.heldout:
                 print(
                     f"step {step.step}: held-out loss {step.heldout.loss:.3f}, "
                     f"predicted acceptance length {step.heldout.predicted_accept_length:.3f}",
                     flush=True,
                 )
-                tracker.log_metrics(
-                    {
-                        "heldout/loss": step.heldout.loss,
-                        "heldout/predicted_accept_length": step.heldout.predicted_accept_length,
-                    },
-                    step.step,
-                )
+                metrics["heldout/loss"] = step.heldout.loss
+                metrics["heldout/predicted_accept_length"] = step.heldout.predicted_accept_length
+            tracker.log_metrics(metrics, step.step)  # one transaction a step
     report = write_result(trainer, folder, facts)
     write_json(REPORT, report)
+    trainer.checkpoints.remove()
     tracker.log_artifact(REPORT)
     print(f"{folder}: predicted acceptance length {report['predicted_accept_length']:.3f} at step {report['step']}")
 

@@ -20,6 +20,7 @@ match score with four times the copy undid it (1.78): a head that is too sure of
 import torch
 
 from tasks.common.draft import Eagle3Draft
+from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import HiddenStates
 
 # Tokens the maps are fitted to: a few dozen for each direction of the code.
@@ -44,6 +45,9 @@ def start_induction_head(draft: Eagle3Draft, states: HiddenStates, lm_head: torc
         draft: with weights set and fc selecting the last slot.
         states: of the training split.
         lm_head: the target's, [V, H].
+
+    Raises:
+        DraftlineError: a sample's states are not finite; names it.
     """
     attention, hidden = draft.midlayer.self_attn, draft.config.hidden_size
     groups, head_dim = attention.kv_heads, attention.head_dim
@@ -84,7 +88,14 @@ def _sample(states: HiddenStates) -> tuple[torch.Tensor, torch.Tensor]:
 
     First tokens are left out: their states are those of an attention sink, hundreds of times larger than others.
     """
-    total = sum(row.tokens for row in states.samples)
+    total = 0
+    for row in states.samples:
+        if row.num_nonfinite:
+            raise DraftlineError(
+                f"{states.folder}: sample {row.id} holds {row.num_nonfinite} values that are NaN or Inf. "
+                f"`python -m tasks.gate_hidden_states` lists all such samples; dump them again."
+            )
+        total += row.tokens
     samples = [states.read(index) for index in range(0, len(states), max(1, -(-total // _MAX_TOKENS)))]
     return (
         torch.cat([sample.aux[1:].float() for sample in samples]),
@@ -114,9 +125,7 @@ def _least_used_directions(rows: torch.Tensor, count: int) -> torch.Tensor:
 def _ridge(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
     """[H, k]: least squares of centred outputs [n, k] from inputs [n, H]."""
     gram = inputs.T @ inputs
-    return torch.linalg.solve(
-        gram + _RIDGE * gram.diagonal().diag(), inputs.T @ (outputs - outputs.mean(0))
-    )
+    return torch.linalg.solve(gram + _RIDGE * gram.diagonal().diag(), inputs.T @ (outputs - outputs.mean(0)))
 
 
 def _copied_directions(embeddings, head_rows, count: int) -> tuple[torch.Tensor, torch.Tensor]:

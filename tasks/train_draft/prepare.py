@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from tasks.common.draft import Eagle3Draft
-from tasks.common.files import read_json, sha256_json, write_json
+from tasks.common.files import read_json, replacing, sha256_json, write_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.params import Params
 from tasks.common.target import TargetShape, load_config, model_folder
@@ -47,9 +47,7 @@ def prepare_training(params: Params, folder: Path) -> tuple[Trainer, dict]:
         data[split] = DraftData(split_states, argmax, settings.batch_tokens, device)
 
     draft = Eagle3Draft.for_target(shape, contract, settings.draft_vocab_size, weights.embed_tokens())
-    initialise(
-        draft, vocab_map, settings.seed, shape, weights if settings.init_from_target else None, states["train"]
-    )
+    initialise(draft, vocab_map, settings.seed, shape, weights if settings.init_from_target else None, states["train"])
     draft.to(device)
     trainer = Trainer(
         draft,
@@ -74,13 +72,14 @@ def prepare_training(params: Params, folder: Path) -> tuple[Trainer, dict]:
 
 
 def write_result(trainer: Trainer, folder: Path, facts: dict) -> dict:
-    """Leave draft.safetensors and draft.json beside the vocabulary map, remove the partial work.
+    """Leave draft.safetensors and draft.json beside the vocabulary map; checkpoints stay until the report is written.
 
     Returns:
         The report: the best evaluation, the learning curve, the data.
     """
     best = trainer.best
-    shutil.copyfile(trainer.checkpoints.best(best["step"]), folder / "draft.safetensors")
+    with replacing(folder / "draft.safetensors") as partial:
+        shutil.copyfile(trainer.checkpoints.best(best["step"]), partial)
     summary = {
         "predicted_accept_length": best["heldout"]["predicted_accept_length"],
         "num_steps": trainer.num_steps,
@@ -95,7 +94,6 @@ def write_result(trainer: Trainer, folder: Path, facts: dict) -> dict:
             **summary,
         },
     )
-    trainer.checkpoints.remove()
     return {**summary, "heldout": best["heldout"], "data": facts, "curve": trainer.curve}
 
 

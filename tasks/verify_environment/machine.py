@@ -37,7 +37,7 @@ def available_memory(control_group: Path = _CONTROL_GROUP) -> int:
 
 
 def find_gpus() -> Gpus:
-    """What nvidia-smi says; run before any probe touches a GPU."""
+    """What nvidia-smi says; run before any probe touches a GPU. One whose memory it does not tell is left out."""
     try:
         rows = gpu.query("--query-gpu=index,uuid,memory.total,memory.used,driver_version,name")
         holders = gpu.query("--query-compute-apps=gpu_uuid,pid,used_memory,process_name")
@@ -46,18 +46,20 @@ def find_gpus() -> Gpus:
     if not rows:
         return Gpus(error="no nvidia-smi on PATH")
     index = {uuid: int(number) for number, uuid, *_ in rows}
+    known = [row for row in rows if row[2].isdigit() and row[3].isdigit()]  # else "[N/A]", on unified memory for one
     return Gpus(
+        error=None if known else f"nvidia-smi does not tell the memory of GPU {', '.join(row[0] for row in rows)}",
         driver=rows[0][4],
         gpus=tuple(
             Gpu(index=int(number), name=", ".join(name), memory_total_mib=int(total), memory_used_mib=int(used))
-            for number, _, total, used, _, *name in rows
+            for number, _, total, used, _, *name in known
         ),
         processes=tuple(
             GpuProcess(
                 gpu=index[uuid], pid=int(pid), name=", ".join(name), memory_mib=int(used) if used.isdigit() else None
             )
             for uuid, pid, used, *name in holders
-            if uuid in index
+            if uuid in index and pid.isdigit()
         ),
     )
 

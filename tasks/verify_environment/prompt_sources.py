@@ -7,6 +7,7 @@ from pathlib import Path
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_numbered_jsonl
 from tasks.common.params import Prompts
+from tasks.common.prompts import split_of, turns_of
 from tasks.common.responses import SPLITS
 
 # UTF-8 bytes of a token: 3.4 (maths) to 4.3 (prose) over the built-in prompts with a vocabulary of 49,152.
@@ -34,7 +35,7 @@ def count_prompts(params: Prompts) -> list[PromptSource]:
     """Count the rows of prompts.folder by file and split; files are streamed, never held.
 
     Raises:
-        DraftlineError: no file, or a line that is not a JSON object; names it.
+        DraftlineError: no file, a line that is not a JSON object, or an unknown split; names it.
     """
     folder = Path(params.folder)
     files = sorted(folder.rglob("*.jsonl"))
@@ -54,9 +55,8 @@ def prompts_and_tokens(sources: list[PromptSource], split: str, limit: int | Non
 
 def _count(path: Path, max_tokens: int) -> list[PromptSource]:
     prompts, tokens = Counter(), Counter()
-    default = "heldout" if path.name.startswith("heldout") else "train"
-    for _, row in read_numbered_jsonl(path):
-        split = row.get("split") or default
+    for line, row in read_numbered_jsonl(path):
+        split = split_of(row, path, line)
         prompts[split] += 1
         tokens[split] += min(max_tokens, _TEMPLATE_TOKENS + int(_text_bytes(row) / _BYTES_PER_TOKEN))
     return [PromptSource(str(path), split, prompts[split], tokens[split]) for split in SPLITS if prompts[split]]
@@ -64,6 +64,5 @@ def _count(path: Path, max_tokens: int) -> list[PromptSource]:
 
 def _text_bytes(row: dict) -> int:
     """Bytes of what was said, answers in the data set included: the estimate errs upward."""
-    turns = row.get("messages") or row.get("conversations") or [{"content": row.get("prompt")}]
-    said = (turn.get("content") or turn.get("value") for turn in turns if isinstance(turn, dict))
-    return sum(len(text.encode()) for text in said if isinstance(text, str))
+    said = (words for _, words in turns_of(row) or ())
+    return sum(len(words.encode(errors="surrogatepass")) for words in said if isinstance(words, str))

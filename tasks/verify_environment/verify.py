@@ -41,6 +41,7 @@ def verify(params: Params) -> Report:
     estimates: list[Estimate] = estimate(params, load, target, compute) if known else []
     needs = disk_needs(estimates, repository) if known else []
     checks: list[Check] = [
+        runtime.check_platform(),
         runtime.check_python(),
         host.check_interpreter(ours, on_path),
         host.check_packages(ours),

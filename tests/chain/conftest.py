@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.ports import free_port_pair
+
 REPOSITORY = Path(__file__).parents[2]
 # Sizes of the run; every stage does what it does at full size.
 SMALL = {
@@ -18,7 +20,6 @@ SMALL = {
     "train_draft": {"max_steps": 40, "checkpoint_every": 10, "evaluate_every": 20},
     "benchmark": {"num_prompts": 4, "max_new_tokens": 24, "warmup_prompts": 1},
     "gates": {"min_prompts": 4, "min_predicted_accept_length": 1.0, "min_accept_length": 1.0},
-    "serve": {"port": 31400},
 }
 
 
@@ -56,10 +57,8 @@ class Project:
         path.write_text(yaml.safe_dump(params, sort_keys=False))
 
 
-@pytest.fixture(scope="session")
-def small_clone(tmp_path_factory) -> Project:
+def clone_into(root: Path) -> Project:
     """A clone at the small size in which nothing has run yet."""
-    root = tmp_path_factory.mktemp("chain") / "draftline"
     files = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=REPOSITORY,
@@ -75,14 +74,21 @@ def small_clone(tmp_path_factory) -> Project:
     path = [str(Path(sys.executable).parent), os.environ["PATH"]]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PREFECT_", "MLFLOW_", "DRAFTLINE_"))}
     project = Project(root, environment | {"PATH": os.pathsep.join(path), "HOME": str(root.parent)})
-    project.set(**SMALL)
+    project.set(**SMALL, serve={"port": free_port_pair()})
     return project
 
 
+@pytest.fixture
+def small_clone(tmp_path) -> Project:
+    """A clone of its own for a test that runs stages itself."""
+    return clone_into(tmp_path / "draftline")
+
+
 @pytest.fixture(scope="session")
-def chain(small_clone) -> Project:
-    """The clone after `python -m flows.pipeline`."""
-    done = small_clone.python("flows.pipeline", timeout=1500)
+def chain(tmp_path_factory) -> Project:
+    """One clone for all tests that look at a whole run, after `python -m flows.pipeline`."""
+    project = clone_into(tmp_path_factory.mktemp("chain") / "draftline")
+    done = project.python("flows.pipeline", timeout=1500)
     assert done.returncode == 0, done.stdout[-6000:]
-    small_clone.path("flow.log").write_text(done.stdout)
-    return small_clone
+    project.path("flow.log").write_text(done.stdout)
+    return project

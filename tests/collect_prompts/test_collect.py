@@ -3,14 +3,18 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from transformers import AddedToken
 
 from tasks.collect_prompts.collect import collect_prompts
+from tasks.collect_prompts.sources import read_folder
 from tasks.common.errors import DraftlineError
-from tasks.common.files import read_json, read_jsonl
+from tasks.common.files import read_json, read_jsonl, write_jsonl
 from tasks.common.params import Prompts
 from tasks.common.prompts import PROMPTS, read_prompts
-from tasks.common.target import load_tokenizer
+from tasks.common.target import TARGET, load_tokenizer
 
+# The user messages 125273 and 129802: the first 32 bits of the hashes of both conversations are a97293ae.
+COLLIDING_IN_32_BITS = (125273, 129802)
 BUILTIN = Path(__file__).parents[2] / "tasks" / "collect_prompts" / "builtin"
 
 
@@ -66,6 +70,12 @@ def test_heldout_prompt_is_dropped_from_training_and_counted(collect):
         ({"messages": [{"role": "tool", "content": "x"}]}, "unknown_role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "non_text_content"),
         ({"messages": ["hello"]}, "unknown_role"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "unknown_role"),
+        ({"messages": [{"role": "system", "content": " "}, *user("x")["messages"]]}, "empty_message"),
+        ({"messages": 5}, "no_messages"),
+        (user("half \ud83d"), "bad_unicode"),
+        (user("x", id="\ud83d"), "bad_unicode"),
+        (user("x", domain="\ud83d"), "bad_unicode"),
         ({"text": "hello"}, "no_messages"),
         (user("fine"), "duplicate"),
     ],
@@ -74,6 +84,37 @@ def test_unusable_row_is_dropped_with_its_reason(collect, row, reason):
     manifest = collect({"a.jsonl": [user("fine"), row], "heldout.jsonl": [user("h")]}, max_prompt_tokens=300)
     assert manifest["train"]["dropped"] == {reason: 1}
     assert manifest["train"]["kept"] == 1
+
+
+def test_a_conversation_that_the_template_refuses_is_dropped(collect):
+    template = TARGET / "chat_template.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}" + template.read_text()
+    )
+    twice = {"messages": user("a")["messages"] + user("b")["messages"]}
+    manifest = collect({"a.jsonl": [twice, user("fine")], "heldout.jsonl": [user("h")]})
+    assert (manifest["train"]["kept"], manifest["train"]["dropped"]) == (1, {"refused_by_template": 1})
+
+
+def test_control_tokens_without_a_name_are_found_too(collect):
+    tokenizer = load_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|header|>", special=True), AddedToken("<think>", special=False)])
+    assert "<|header|>" not in tokenizer.all_special_tokens
+    tokenizer.save_pretrained(TARGET)
+    manifest = collect({"a.jsonl": [user("a <|header|>"), user("a <think>")], "heldout.jsonl": [user("h")]})
+    assert (manifest["train"]["kept"], manifest["train"]["dropped"]) == (1, {"special_token_in_text": 1})
+
+
+@pytest.mark.parametrize("split", ["test", ["train"]])
+def test_an_unknown_split_is_named(collect, split):
+    with pytest.raises(DraftlineError, match=r"a\.jsonl:1: split is .*, expected one of train, heldout"):
+        collect({"a.jsonl": [user("x", split=split)]})
+
+
+def test_ids_of_a_large_set_do_not_collide(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", (user(str(n)) for n in COLLIDING_IN_32_BITS))
+    assert len({row.prompt.id for row in read_folder(tmp_path)}) == 2
 
 
 def test_target_writes_the_answer_that_the_data_set_holds(collect):

@@ -24,8 +24,13 @@ def test_memory_in_use_by_gpu(driver):
     assert gpu.memory_used_mib() == {0: 4, 1: 71234}
 
 
+def test_gpus_whose_memory_the_driver_hides_are_left_out(driver):
+    driver("gpu=index,memory.used", "0, [N/A]", "1, 71234")
+    assert gpu.memory_used_mib() == {1: 71234}
+
+
 def test_processes_whose_memory_the_driver_hides_are_left_out(driver):
-    driver("compute-apps=pid,used_memory", "812, 512", "813, [N/A]")
+    driver("compute-apps=pid,used_memory", "812, 512", "813, [N/A]", "[N/A], 64")
     assert gpu.processes() == {812: 512}
 
 

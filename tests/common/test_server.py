@@ -16,11 +16,9 @@ from tasks.common.errors import DraftlineError
 from tasks.common.server import Server
 from tasks.common.server_log import explain
 from tasks.common.server_plan import ServerPlan
-from tasks.common.server_session import Process, ServerRecord, port_is_free, session_processes
-
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    PORT = free.getsockname()[1]
+from tasks.common.server_session import Process, ServerRecord, reap_stale_servers, session_processes
+from tests.flows.processes import until
+from tests.ports import free_port_pair
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,10 @@ class ScriptPlan(ServerPlan):
         return [sys.executable, "-c", self.script]
 
 
-def scripted(script: str, folder: Path, timeout_s: int = 30) -> Server:
+def scripted(script: str, folder: Path, timeout_s: int = 30, port: int | None = None) -> Server:
     plan = ScriptPlan(
         "baseline",
-        PORT,
+        port or free_port_pair(),
         timeout_s,
         "cpu",
         "float32",
@@ -50,21 +48,24 @@ def scripted(script: str, folder: Path, timeout_s: int = 30) -> Server:
     return Server(plan, folder)
 
 
-STUBBORN = """
-import signal, subprocess, sys, time
+def stubborn(ready: Path) -> str:
+    """A script that ignores SIGTERM, as its child does by inheritance; `ready` exists once it does."""
+    return f"""
+import pathlib, signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"])
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+pathlib.Path({str(ready)!r}).touch()
 time.sleep(60)
 """
 
 
 def test_a_port_in_use_is_refused_with_its_owner(tmp_path):
     with socket.socket() as other:
-        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        other.bind(("127.0.0.1", PORT))
+        other.bind(("127.0.0.1", 0))
         other.listen()
-        with pytest.raises(DraftlineError, match=f"port {PORT} is in use by pid {os.getpid()} .*python"):
-            scripted("", tmp_path).launch()
+        port = other.getsockname()[1]
+        with pytest.raises(DraftlineError, match=f"port {port} is in use by pid {os.getpid()} .*python"):
+            scripted("", tmp_path, port=port).launch()
     assert not list(tmp_path.glob("server-*.json"))
 
 
@@ -98,13 +99,15 @@ def test_a_traceback_that_sglang_survives_is_no_reason_to_give_up(tmp_path, monk
 
 
 def test_a_server_that_ignores_sigterm_is_gone_with_its_children_in_five_seconds(tmp_path):
-    server = scripted(STUBBORN, tmp_path)
+    server = scripted(stubborn(tmp_path / "ready"), tmp_path)
     server.launch()
     session = server._process.pid
-    while len(session_processes(session)) < 2:
-        time.sleep(0.02)
-    began = time.monotonic()
-    server.stop()
+    try:
+        until((tmp_path / "ready").exists)
+        assert len(session_processes(session)) == 2
+    finally:
+        began = time.monotonic()
+        server.stop()
     assert time.monotonic() - began < 5
     assert session_processes(session) == ()
     assert not list(tmp_path.glob("server-*.json"))
@@ -113,22 +116,25 @@ def test_a_server_that_ignores_sigterm_is_gone_with_its_children_in_five_seconds
 def test_a_stage_that_gets_sigterm_takes_its_starting_server_along(tmp_path):
     stage = f"""
 import signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_server import STUBBORN, scripted
 from pathlib import Path
+from tests.common.test_server import scripted, stubborn
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-with scripted(STUBBORN, Path({str(tmp_path)!r}), timeout_s=60) as server:
+folder = Path({str(tmp_path)!r})
+with scripted(stubborn(folder / "ready"), folder, timeout_s=60):
     pass
 """
     process = subprocess.Popen([sys.executable, "-c", stage], cwd=Path(__file__).parents[2])
-    while not (records := list(tmp_path.glob("server-*.json"))):
-        time.sleep(0.05)
-    leader = ServerRecord.read(records[0]).processes[0]
-    time.sleep(0.5)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(5) == 143
-    assert not leader.is_alive
-    assert session_processes(leader.pid) == ()
+    try:
+        until((tmp_path / "ready").exists)
+        leader = ServerRecord.read(*tmp_path.glob("server-*.json")).processes[0]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 143
+        assert not leader.is_alive
+        assert session_processes(leader.pid) == ()
+    finally:
+        process.kill()
+        process.wait()
+        reap_stale_servers(tmp_path)
 
 
 def test_a_signal_in_the_very_moment_of_the_start_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -150,7 +156,7 @@ def test_a_signal_in_the_very_moment_of_the_start_leaves_nothing_behind(tmp_path
 
 
 def test_another_server_on_the_port_does_not_pass_for_ours(tmp_path, stranger):
-    server = scripted("import time; time.sleep(60)", tmp_path)
+    server = scripted("import time; time.sleep(60)", tmp_path, port=stranger)
     server.weight_version = "draftline-ours"
     with pytest.raises(
         DraftlineError, match=r"answered by another server: its weight version is stale, ours is draftline-ours"
@@ -160,7 +166,7 @@ def test_another_server_on_the_port_does_not_pass_for_ours(tmp_path, stranger):
 
 @pytest.fixture
 def stranger():
-    """An old server that still holds the port and answers everything."""
+    """The port of an old server that still holds it and answers everything."""
     import json
     import threading
     from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -179,12 +185,11 @@ def stranger():
         def log_message(self, *_):
             pass
 
-    httpd = HTTPServer(("127.0.0.1", PORT), Answer)
+    httpd = HTTPServer(("127.0.0.1", 0), Answer)
     threading.Thread(target=httpd.serve_forever, daemon=True).start()
-    yield
+    yield httpd.server_port
     httpd.shutdown()
     httpd.server_close()
-    assert port_is_free(PORT)
 
 
 def test_gpu_memory_that_does_not_come_back_is_an_error(tmp_path, monkeypatch):
@@ -200,7 +205,7 @@ def test_gpu_memory_that_does_not_come_back_is_an_error(tmp_path, monkeypatch):
 def test_a_start_that_is_killed_leaves_a_record_that_names_it(tmp_path):
     server = scripted("import time; time.sleep(60)", tmp_path)
     server.launch()
-    record = ServerRecord.read(tmp_path / f"server-baseline-{PORT}.json")
+    record = ServerRecord.read(tmp_path / f"server-baseline-{server.plan.port}.json")
     assert record.owner == Process.current()
     assert record.processes[0] == Process.of(server._process.pid)
     server.stop()

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tasks.common.errors import DraftlineError
-from tasks.common.server_plan import baseline_plan, capture_plan
+from tasks.common.server_plan import baseline_plan
 from tasks.common.speculative_plan import speculative_plan
 from tasks.common.target import target_contract
 from tests.random_draft import write_random_draft
@@ -93,18 +93,15 @@ def test_a_context_beyond_the_target_is_refused(project, tiny_params):
         baseline_plan(tiny_params(contract=AUX))
 
 
-@pytest.mark.parametrize("words", [["--port", "1"], ["--speculative-algorithm=EAGLE"], ["--model", "x"]])
+@pytest.mark.parametrize(
+    "words",
+    [["--port", "1"], ["--speculative-algorithm=EAGLE"], ["--model", "x"], ["--context-len", "9"], ["--spec", "x"]],
+)
 def test_extra_arguments_cannot_override_what_was_checked(make_plan, words):
     with pytest.raises(
         DraftlineError, match=f"extra_args holds {words[0].partition('=')[0]}, which Draftline sets itself"
     ):
         make_plan(serve=SERVE | {"extra_args": words})
-
-
-def test_capture_without_a_draft_needs_an_engine_that_can(project, tiny_params, monkeypatch):
-    monkeypatch.setattr("tasks.common.server_plan.version", lambda _: "0.5.16")
-    with pytest.raises(DraftlineError, match=r"SGLang 0.5.16 captures aux hidden states only beside a draft"):
-        capture_plan(tiny_params(serve=SERVE, contract=AUX))
 
 
 # --- command lines
@@ -153,12 +150,6 @@ def test_a_plain_target_needs_no_word_about_the_drafts_quantisation(make_plan):
 def test_the_probe_turns_off_the_cache_that_would_swallow_states(make_plan):
     words = said(make_plan().with_hidden_states())
     assert {"--enable-return-hidden-states", "--disable-radix-cache"} <= set(words)
-
-
-def test_capture_names_the_layers_as_the_architecture_reads_them(project, tiny_params):
-    words = said(capture_plan(tiny_params(serve=SERVE, contract=AUX)))
-    assert words["--return-aux-hidden-state-layer-ids"] == "1 3 4"
-    assert "--speculative-draft-model-path" not in words
 
 
 def test_every_setting_has_a_reason(make_plan):

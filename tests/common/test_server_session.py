@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -17,6 +16,7 @@ from tasks.common.server_session import (
     record_path,
     session_processes,
 )
+from tests.flows.processes import until
 
 DEAD = Process(pid=2**22 - 1, start_ticks=1)
 
@@ -26,11 +26,12 @@ def orphan():
     """A process that leads a session of its own, with a child in it, as a server does."""
     code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-    while len(session_processes(process.pid)) < 2:
-        time.sleep(0.02)
-    yield process
-    kill_session(process.pid)
-    process.wait()
+    try:
+        until(lambda: len(session_processes(process.pid)) == 2)
+        yield process
+    finally:
+        kill_session(process.pid)
+        process.wait()
 
 
 def plant(folder, processes, owner=DEAD, boot=None):
@@ -84,8 +85,5 @@ def test_an_owner_whose_pid_was_given_to_another_process_is_dead(tmp_path, orpha
 def test_a_zombie_is_not_alive():
     process = subprocess.Popen([sys.executable, "-c", ""])
     born = Process.of(process.pid)
-    deadline = time.monotonic() + 10
-    while born.is_alive and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not born.is_alive
+    until(lambda: not born.is_alive)
     process.wait()

@@ -79,6 +79,23 @@ def test_another_layer_set_dumps_everything_anew(params, tiny_params):
     assert HiddenStates(HIDDEN_STATES / "train").contract.aux_layer_ids == (0, 3, 4)
 
 
+@pytest.mark.parametrize("changed", ["dtype", "versions", "format"])
+def test_what_changes_the_states_dumps_everything_anew(params, tiny_params, tiny_model_folder, monkeypatch, changed):
+    write_responses(3)
+    dump(params)
+    assert dump(params)["train"]["taken_over"] == dump(params)["train"]["shards"]
+    if changed == "dtype":
+        params = tiny_params(
+            target={"model": str(tiny_model_folder), "dtype": "bfloat16"},
+            dump={"batch_tokens": 24, "shard_tokens": 20},
+        )
+    elif changed == "versions":
+        monkeypatch.setattr(dump_module, "result_versions", lambda: {"torch": "99"})
+    else:
+        monkeypatch.setattr(dump_module, "FORMAT_VERSION", 99)
+    assert dump(params)["train"]["taken_over"] == 0
+
+
 def test_shards_beyond_the_plan_are_removed(params):
     write_responses(6)
     dump(params)
@@ -102,7 +119,7 @@ def test_a_format_of_another_version_is_refused(params):
     dump(params)
     manifest = HIDDEN_STATES / "train" / "manifest.json"
     write_json(manifest, read_json(manifest) | {"format_version": 99})
-    with pytest.raises(DraftlineError, match="format_version 99"):
+    with pytest.raises(DraftlineError, match=r"format_version 99.*delete artifacts/hidden_states, then `dvc repro`"):
         HiddenStates(HIDDEN_STATES / "train")
 
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ import pytest
 
 from tests.flows.processes import get, running, until
 from tests.flows.toy_project import DVC_YAML, REPOSITORY, STEP, dvc_repro
+from tests.ports import free_port_pair
 
 
 @pytest.fixture(scope="session")
@@ -77,9 +77,7 @@ def environment(prefect_home) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def api(environment, tmp_path_factory) -> Iterator[str]:
     """URL of a real `prefect server`, with a database of its own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port_pair())
     home = tmp_path_factory.mktemp("server")
     environment = environment | {"PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
     command = ("prefect", "server", "start", "--port", port, "--no-ui")

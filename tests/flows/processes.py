@@ -45,11 +45,11 @@ def processes_in(root: Path, name: str = "") -> list[psutil.Process]:
     return [process for process in found if name in ("", process.name())]
 
 
-def until(condition: Callable[[], Any]) -> Any:
+def until(condition: Callable[[], Any], seconds: float = _PATIENCE_SECONDS) -> Any:
     """Wait for a true value and return it."""
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + seconds
     while not (value := condition()):
-        assert time.monotonic() < deadline, f"waited for {_PATIENCE_SECONDS} s"
+        assert time.monotonic() < deadline, f"waited for {seconds} s"
         time.sleep(0.2)
     return value
 

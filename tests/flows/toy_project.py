@@ -34,6 +34,7 @@ from pathlib import Path
 
 name, source = sys.argv[1:]
 print(f"{name} begins", flush=True)
+Path(f"{name}.begun").touch()
 if name == "slow":
     subprocess.run(["sleep", Path("seconds").read_text()])
 text = Path(source).read_text()

@@ -41,7 +41,8 @@ def test_dumped_states_pass(run, judge):
     verdict = judge("hidden_states", gates={"replay_samples": 2})
     assert verdict.error == ""
     assert verdict.report["figures"]["samples"] == 12
-    assert len(verdict.findings[REPLAYED]["observed"]) > 0
+    (replayed,) = [table["rows"] for table in verdict.report["tables"] if table["name"] == "replay"]
+    assert replayed == 16  # 2 samples of each split, 3 aux slots and the last state of each
 
 
 def test_verdict_and_page_are_the_same_bytes_again(run, judge):
@@ -84,6 +85,7 @@ def test_a_manifest_with_another_layer_set_is_refused(run, judge):
     verdict = judge("hidden_states")
     (sentence,) = verdict.outcome("failed")
     assert verdict.samples(sentence) == ["aux_layer_ids"]
+    assert "delete artifacts/hidden_states, then `dvc repro`" in verdict.error  # --force would keep the shards
 
 
 def test_states_of_another_layer_are_found_by_replay_which_names_it(run, judge, params):

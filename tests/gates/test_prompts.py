@@ -1,7 +1,9 @@
 import pytest
+from transformers import AddedToken
 
 from tasks.common.files import read_json, read_jsonl, write_json, write_jsonl
 from tasks.common.prompts import PROMPTS
+from tasks.common.target import TARGET, load_tokenizer
 
 
 def edit(split: str, number: int, **changes) -> str:
@@ -43,6 +45,14 @@ def test_a_prompt_that_breaks_a_rule_is_named(run, judge, messages, sentence):
     assert verdict.outcome("failed") == [sentence]
     assert verdict.samples(sentence) == [broken]
     assert broken in verdict.error
+
+
+def test_a_control_token_without_a_name_is_named_too(run, judge):
+    tokenizer = load_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|header|>", special=True)])
+    tokenizer.save_pretrained(TARGET)
+    broken = edit("train", 3, messages=say(("user", "say <|header|> now")))
+    assert judge("prompts").samples("No message holds the text of a special token") == [broken]
 
 
 def test_a_held_out_prompt_in_training_is_named_whatever_its_case(run, judge):

@@ -120,7 +120,9 @@ def test_answers_of_another_model_are_refused(run, judge, field):
 
 def test_answers_without_provenance_are_refused(run, judge):
     edit_manifest(sampling={})
-    assert "absent" in judge("responses").error
+    error = judge("responses").error
+    assert "absent" in error
+    assert "delete artifacts/responses, then `dvc repro`" in error  # --force would keep the answers
 
 
 def test_a_loop_is_a_warning(run, judge):

@@ -1,9 +1,10 @@
 """One real SGLang server over a tiny random target and a tiny random EAGLE-3 draft, float32, on the CPU."""
 
+import json
 import os
 import pickle
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,35 +12,47 @@ from pathlib import Path
 import pytest
 import torch
 
+from tasks.common.files import read_json
+from tasks.common.params import Regenerate
 from tasks.common.parity import Agreement, layer_outputs
 from tasks.common.server import Server
 from tasks.common.server_plan import ServerPlan
 from tasks.common.server_session import Process, port_is_free
 from tasks.common.speculative_plan import speculative_plan
-from tasks.common.target import target_contract
+from tasks.common.target import stop_token_ids, target_contract
+from tasks.regenerate_responses.engines import Request, _cut_at_stop, _generate_on_server
+from tests.ports import free_port_pair
 from tests.random_draft import HIDDEN, VOCAB, write_random_draft
 
 ROOT = Path(__file__).parents[2]
-with socket.socket() as free:
-    free.bind(("127.0.0.1", 0))
-    PORT = free.getsockname()[1]
 AUX = (1, 3, 4)
 
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory, tiny_model_folder) -> ServerPlan:
-    """The plan of the speculative server, in a folder of its own that is the current directory."""
+    """The plan of the speculative server, in a folder of its own that is the current directory.
+
+    The target that it serves has a generation config which would change every answer, were it heeded.
+    """
     from tasks.common.params import Params
     from tasks.common.target import TARGET
     from tasks.prepare_target.prepare import prepare_target
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("served"))
+        target = shutil.copytree(tiny_model_folder, Path("target").resolve())
+        generation = read_json(target / "generation_config.json") | {"repetition_penalty": 1.5, "top_k": 2}
+        (target / "generation_config.json").write_text(json.dumps(generation))
         params = Params.model_validate(
             {
-                "target": {"model": str(tiny_model_folder)},
+                "target": {"model": str(target)},
                 "contract": {"aux_layer_ids": AUX},
-                "serve": {"port": PORT, "context_length": 256, "max_total_tokens": 2048, "max_running_requests": 2},
+                "serve": {
+                    "port": free_port_pair(),
+                    "context_length": 256,
+                    "max_total_tokens": 2048,
+                    "max_running_requests": 2,
+                },
             }
         )
         prepare_target(params.target, TARGET)
@@ -124,10 +137,28 @@ def test_greedy_text_is_that_of_the_target_alone(completion, token_ids, tiny_mod
     assert completion.output_ids == plain[0, 40:].tolist()
 
 
+def test_answers_regenerated_on_the_server_are_the_targets_own_whatever_ends_them(server, tiny_model_folder):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder, dtype=torch.float32).eval()
+    prompts = torch.randint(3, VOCAB, (256, 9), generator=torch.Generator().manual_seed(2))
+    plain = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=16, do_sample=False)
+    own = [
+        _cut_at_stop(Request("train", f"train-{n}", prompt.tolist()), row.tolist(), stop_token_ids())
+        for n, (prompt, row) in enumerate(zip(prompts, plain[:, 9:], strict=True))
+    ]
+    stopped = next(answer for answer in own if answer.finish_reason == "stop" and len(answer.output_token_ids) > 1)
+    expected = [stopped, *[answer for answer in own if answer.finish_reason == "length"][:2]]
+    settings = Regenerate(engine="sglang", max_new_tokens=16, batch_size=2)
+    groups = list(_generate_on_server(server, settings, [answer.request for answer in expected]))
+    served = {answer.request.id: answer for group in groups for answer in group}
+    assert served == {answer.request.id: answer for answer in expected}
+
+
 def test_nothing_is_left_after_the_stop(server):
     """Last: it stops the server of this module."""
     leader = Process.of(server._process.pid)
     server.stop()
     assert not leader.is_alive
-    assert port_is_free(PORT)
+    assert port_is_free(server.plan.port)
     assert not list(Path("logs").glob("server-*.json"))

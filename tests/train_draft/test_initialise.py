@@ -6,6 +6,8 @@ from safetensors.torch import load_file, save_file
 
 from tasks.common.draft import Eagle3Draft
 from tasks.common.files import write_json
+from tasks.common.hidden_states import HiddenStates, Sample, write_manifest, write_shard
+from tasks.common.packing import PackedSamples
 from tasks.common.params import ContractParams
 from tasks.common.target import TargetShape, load_config, target_contract
 from tasks.common.target_weights import TargetWeights
@@ -20,8 +22,36 @@ def shape(project) -> TargetShape:
     return TargetShape.of(load_config())
 
 
-def new_draft(shape: TargetShape) -> Eagle3Draft:
-    return Eagle3Draft.for_target(shape, target_contract(ContractParams()), 50, torch.zeros(320, 64))
+@pytest.fixture
+def states(project, tiny_model_folder) -> HiddenStates:
+    """Forty samples in which 15 random tokens come twice; the first aux slot is a rotated embedding, the others noise."""
+    embeddings = TargetWeights(tiny_model_folder).embed_tokens()
+    generator = torch.Generator().manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(64, 64, generator=generator)).Q
+    samples = []
+    for n in range(40):
+        ids = torch.randperm(320, generator=generator)[:15].repeat(2)
+        aux = torch.randn(30, 3, 64, generator=generator)
+        aux[:, 0] = embeddings[ids] @ rotation
+        samples.append(Sample(f"copy-{n}", ids.int(), torch.ones(30, dtype=torch.uint8), aux, torch.zeros(30, 64)))
+    write_shard(project, "shard-00000", samples, "test")
+    write_manifest(project, target_contract(ContractParams()), "float32", "test", ["shard-00000"])
+    return HiddenStates(project)
+
+
+def new_draft(shape: TargetShape, weights: TargetWeights | None = None) -> Eagle3Draft:
+    embeddings = weights.embed_tokens() if weights else torch.zeros(320, 64)
+    return Eagle3Draft.for_target(shape, target_contract(ContractParams()), 50, embeddings)
+
+
+def share_copied(draft: Eagle3Draft, samples: PackedSamples, head: torch.Tensor) -> float:
+    """How often the attention alone points at x_{t+2}, over positions whose x_{t+1} was seen before."""
+    attended, layer = [], draft.midlayer
+    layer.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[1]))
+    (rows, _), *_ = draft(samples, 1)
+    second = samples.positions[rows] >= 14
+    wanted = samples.input_ids[samples.ahead(2)[rows[second]]]
+    return ((attended[0][second] @ head.T).argmax(-1) == wanted).float().mean().item()
 
 
 def tied_folder(tmp_path, tiny_model_folder):
@@ -46,29 +76,52 @@ def sharded_folder(tmp_path, tiny_model_folder):
     return folder, tensors["lm_head.weight"]
 
 
-def test_no_parameter_stays_unset(shape, tiny_model_folder):
+def test_no_parameter_stays_unset(shape, tiny_model_folder, states):
     for weights in (None, TargetWeights(tiny_model_folder)):
-        draft = new_draft(shape)
-        initialise(draft, VOCAB_MAP, 0, shape, weights)
+        draft = new_draft(shape, weights)
+        initialise(draft, VOCAB_MAP, 0, shape, weights, states)
         assert all(parameter.isfinite().all() for parameter in draft.parameters())
 
 
-def test_head_rows_are_the_targets_rows_of_the_draft_vocabulary(shape, tiny_model_folder):
-    draft, target = new_draft(shape), load_file(tiny_model_folder / "model.safetensors")
-    initialise(draft, VOCAB_MAP, 0, shape, TargetWeights(tiny_model_folder))
+def test_head_rows_are_the_targets_rows_of_the_draft_vocabulary(shape, tiny_model_folder, states):
+    weights, target = TargetWeights(tiny_model_folder), load_file(tiny_model_folder / "model.safetensors")
+    draft = new_draft(shape, weights)
+    initialise(draft, VOCAB_MAP, 0, shape, weights, states)
     assert torch.equal(draft.lm_head.weight, target["lm_head.weight"][3:103:2])
     assert torch.equal(draft.midlayer.mlp.up_proj.weight, target["model.layers.7.mlp.up_proj.weight"])
 
 
-def test_fc_starts_by_choosing_the_last_slot(shape, tiny_model_folder):
-    draft, aux = new_draft(shape), torch.randn(5, 3 * 64)
-    initialise(draft, VOCAB_MAP, 0, shape, TargetWeights(tiny_model_folder))
-    torch.testing.assert_close(draft.fc(aux), aux[:, 128:])
+def test_fc_starts_by_choosing_the_last_slot(shape, tiny_model_folder, states):
+    """But for the directions that carry the code of the token: at most a quarter."""
+    weights = TargetWeights(tiny_model_folder)
+    draft, aux = new_draft(shape, weights), torch.randn(500, 3 * 64, generator=torch.Generator().manual_seed(0))
+    initialise(draft, VOCAB_MAP, 0, shape, weights, states)
+    aux[:, :64] = 0
+    chosen = draft.fc(aux) * aux[:, 128:]
+    assert 0.7 < chosen.sum() / aux[:, 128:].pow(2).sum() < 0.9
+
+
+# 32 value dimensions say less of a head that has nothing to do with the embedding.
+@pytest.mark.parametrize(("tied", "least"), [(False, 0.2), (True, 0.5)])
+def test_attention_starts_by_copying_what_followed_the_last_time(
+    tmp_path, shape, tiny_model_folder, states, tied, least
+):
+    weights = TargetWeights(tied_folder(tmp_path, tiny_model_folder)[0] if tied else tiny_model_folder)
+    samples = PackedSamples.of([states.read(index) for index in range(20)])
+    shares = []
+    for start in (None, weights):
+        draft = new_draft(shape, weights)
+        initialise(draft, VOCAB_MAP, 0, shape, start, states)
+        shares.append(share_copied(draft, samples, weights.lm_head()))
+    from_random, from_target = shares
+    assert from_random < 0.05
+    assert from_target > least
 
 
 @pytest.mark.parametrize("layout", [tied_folder, sharded_folder])
-def test_a_tied_and_a_sharded_target_can_be_read(shape, tmp_path, tiny_model_folder, layout):
+def test_a_tied_and_a_sharded_target_can_be_read(shape, tmp_path, tiny_model_folder, states, layout):
     folder, head = layout(tmp_path, tiny_model_folder)
-    draft = new_draft(shape)
-    initialise(draft, VOCAB_MAP, 0, shape, TargetWeights(folder))
+    weights = TargetWeights(folder)
+    draft = new_draft(shape, weights)
+    initialise(draft, VOCAB_MAP, 0, shape, weights, states)
     assert torch.equal(draft.lm_head.weight, head[3:103:2])

@@ -47,7 +47,9 @@ def train(params, until: int | None = None) -> dict | None:
     for step in trainer.steps():
         if step.step == until:
             return None
-    return write_result(trainer, DRAFT, facts)
+    report = write_result(trainer, DRAFT, facts)
+    trainer.checkpoints.remove()
+    return report
 
 
 def test_two_runs_give_the_same_bytes(params):
@@ -128,7 +130,11 @@ def test_the_best_draft_outlives_the_checkpoints_of_its_time(params, tiny_params
     assert write_result(trainer, DRAFT, facts)["step"] == 4
 
 
-def test_a_loss_that_is_not_finite_names_the_samples(params):
+@pytest.mark.parametrize(
+    ("from_target", "expected"),
+    [(False, "the loss is nan on samples .*train-4"), (True, "sample train-4 holds .* values that are NaN or Inf")],
+)
+def test_states_that_are_not_finite_name_their_sample(params, tiny_params, from_target, expected):
     states = HiddenStates(HIDDEN_STATES / "train")
     samples = [states.read(i) for i in range(len(states))]
     poisoned = samples[4]
@@ -137,8 +143,8 @@ def test_a_loss_that_is_not_finite_names_the_samples(params):
         path.unlink()
     write_shard(states.folder, "shard-00000", samples, "plan")
     write_manifest(states.folder, states.contract, "float32", "transformers", ["shard-00000"])
-    with pytest.raises(DraftlineError, match=r"the loss is nan on samples .*train-4"):
-        train(params)
+    with pytest.raises(DraftlineError, match=expected):
+        train(tiny_params(train_draft=SETTINGS | {"init_from_target": from_target}))
 
 
 def test_states_of_another_contract_in_one_split_are_refused(params):

@@ -46,7 +46,7 @@ def plan(speed=TWO_CORES, model=SMOLLM2, prompts=432, tokens=37_000, **sections)
 
 def test_states_take_the_bytes_that_the_contract_says():
     dump = plan()["dump_hidden_states"]
-    assert dump.tokens == 37_000 + 5_800 + (432 + 66) * 64
+    assert dump.tokens == 37_000 + 5_800 + (432 + 66) * 48
     assert dump.disk_bytes == dump.tokens * ((3 + 1) * 576 * 4 + 5)
 
 

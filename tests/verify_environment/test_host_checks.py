@@ -26,6 +26,7 @@ from tasks.verify_environment.facts import Interpreter, Package, Repository
 from tasks.verify_environment.probes.interpreter import find as describe_interpreter
 from tasks.verify_environment.probes.run import Probe, run_probes
 from tasks.verify_environment.prompt_sources import count_prompts, prompts_and_tokens
+from tests.ports import free_port_pair
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,14 +35,8 @@ ROOT = Path(__file__).parents[2]
 def listening():
     """A socket that listens on a free port whose successor is free too."""
     with socket.socket() as taken:
-        for port in range(23000, 24000, 2):
-            with socket.socket() as successor:
-                try:
-                    taken.bind(("127.0.0.1", port))
-                    successor.bind(("127.0.0.1", port + 1))
-                except OSError:
-                    continue
-                break
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        taken.bind(("127.0.0.1", free_port_pair()))
         taken.listen()
         yield taken.getsockname()[1]
 
@@ -182,6 +177,18 @@ def test_prompts_are_counted_by_split_whatever_their_form(prompts):
     assert prompts_and_tokens(sources, "heldout", 1) == (1, (130 + 512) // 2)
 
 
+def test_rows_without_text_are_counted_as_prompts_of_no_length(prompts):
+    rows = [{"messages": 5}, {"messages": {"role": "user"}}, {"conversations": [{"value": ["x"]}, 7]}, {"prompt": None}]
+    sources = prompts({"a.jsonl": [*rows, {"prompt": "\ud83d" * 130}]})
+    assert prompts_and_tokens(sources, "train", None) == (5, 5 * 30 + 100)
+
+
+@pytest.mark.parametrize("split", ["test", ["train"]])
+def test_an_unknown_split_is_named(prompts, split):
+    with pytest.raises(DraftlineError, match=r"a\.jsonl:2: split is .*, expected one of train, heldout"):
+        prompts({"a.jsonl": [{"prompt": "x"}, {"prompt": "x", "split": split}]})
+
+
 def test_the_builtin_prompts_are_counted_as_collect_prompts_reads_them(monkeypatch):
     monkeypatch.chdir(ROOT)
     sources = count_prompts(Params().prompts)
@@ -190,11 +197,10 @@ def test_the_builtin_prompts_are_counted_as_collect_prompts_reads_them(monkeypat
         assert prompts_and_tokens(sources, split, None)[0] == sum(row["split"] == split for row in rows)
 
 
-def test_too_few_prompts_are_an_error(prompts):
-    few = prompts({"a.jsonl": [{"prompt": "x"}] * 15, "heldout.jsonl": [{"prompt": "y"}]})
-    assert check_prompts(Params(), few).verdict == "error"
-    enough = prompts({"a.jsonl": [{"prompt": "x"}] * 16})
-    assert check_prompts(Params(), enough).verdict == "ok"
+@pytest.mark.parametrize(("train", "heldout", "verdict"), [(16, 16, "ok"), (15, 16, "error"), (16, 15, "error")])
+def test_each_split_needs_as_many_prompts_as_the_gate_wants(prompts, train, heldout, verdict):
+    sources = prompts({"a.jsonl": [{"prompt": "x"}] * train, "heldout.jsonl": [{"prompt": "y"}] * heldout})
+    assert check_prompts(Params(), sources).verdict == verdict
 
 
 def test_nothing_held_out_is_an_error(prompts):

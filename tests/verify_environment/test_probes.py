@@ -94,11 +94,13 @@ def test_a_crash_is_an_answer(planted):
     assert engine.error.startswith("killed by signal 11")
 
 
-def test_a_hanging_import_is_ended(planted, monkeypatch):
-    monkeypatch.setattr(run, "TIMEOUT_S", 3)
-    environment = engine_with(planted, scheduler="import time\ntime.sleep(600)")
+def test_a_hanging_import_is_ended(planted, monkeypatch, tmp_path):
+    monkeypatch.setattr(run, "TIMEOUT_S", 10)
+    hang = f"import time\nopen({str(tmp_path / 'hangs')!r}, 'w').close()\ntime.sleep(600)"
+    environment = engine_with(planted, scheduler=hang)
     before = psutil.Process().children()  # of other tests, such as a Prefect server that is still ending
-    assert probe_engine(environment).error == "no answer after 3 s"
+    assert probe_engine(environment).error == "no answer after 10 s"
+    assert (tmp_path / "hangs").exists()  # else it was the interpreter that took so long
     assert set(psutil.Process().children()) <= set(before)
 
 

@@ -11,6 +11,7 @@ from tasks.verify_environment.checks.runtime import (
     check_driver,
     check_gpus,
     check_kernels,
+    check_platform,
     check_python,
     check_server_flags,
     check_sglang,
@@ -44,7 +45,7 @@ def nvidia_smi(tmp_path, monkeypatch):
     return plant
 
 
-def h200(index: int, used: int) -> str:
+def h200(index: int, used: int | str) -> str:
     return f"{index}, GPU-{index}, 143771, {used}, 580.95.05, NVIDIA H200"
 
 
@@ -55,6 +56,13 @@ def imported(version="0.5.23", **errors: str) -> Engine:
         version=version,
         imports=tuple(Import(role=role, module=f"{role}.module", error=errors.get(role)) for role in roles),
     )
+
+
+def test_nothing_but_linux_is_an_error():
+    assert check_platform().verdict == "ok"
+    check = check_platform("darwin")
+    assert (check.verdict, check.found) == ("error", "darwin")
+    assert "on Linux" in check.fix
 
 
 @pytest.mark.parametrize(
@@ -96,6 +104,18 @@ def test_a_busy_gpu_whose_process_is_hidden_is_a_warning_too(nvidia_smi):
     check = check_gpus(ON_GPU, nvidia_smi([h200(0, 90210)]))
     assert check.verdict == "warning"
     assert "cannot be seen" in check.found
+
+
+def test_a_gpu_whose_memory_is_hidden_is_left_out(nvidia_smi):
+    gpus = nvidia_smi([h200(0, 7), h200(1, "[N/A]")], ["GPU-0, [N/A], 5, python", "GPU-1, 4711, [N/A], python"])
+    assert [gpu.index for gpu in gpus.gpus] == [0]
+    assert [(process.pid, process.memory_mib) for process in gpus.processes] == [(4711, None)]
+
+
+def test_only_hidden_gpu_memory_is_a_warning_that_says_so(nvidia_smi):
+    gpus = nvidia_smi(["0, GPU-0, [N/A], [N/A], 580.95.05, NVIDIA GB10"])
+    assert check_gpus(ON_GPU, gpus).found == "nvidia-smi does not tell the memory of GPU 0"
+    assert check_driver(ON_GPU, Compute(cuda_build="13.0", devices=1), gpus).verdict == "ok"
 
 
 @pytest.mark.parametrize(("build", "verdict"), [("13.0", "ok"), ("12.8", "ok"), (None, "ok")])

@@ -146,9 +146,20 @@ def test_samples_longer_than_the_target_reaches_are_an_error(read):
 
 def test_a_benchmark_that_outgrows_the_served_context_is_an_error(read):
     assert check_lengths(params(), read()).verdict == "ok"
-    check = check_lengths(params(serve={"context_length": 575}), read())
+    check = check_lengths(params(benchmark={"max_new_tokens": 64}, serve={"context_length": 579}), read())
     assert check.verdict == "error"
     assert "580" in check.fix  # 512 + 64 + 4
+
+
+def test_answers_that_outgrow_the_served_context_are_an_error_where_sglang_writes_them(read):
+    for engine, served, verdict in (("sglang", 2560, "ok"), ("sglang", 2559, "error"), ("transformers", 2559, "ok")):
+        chosen = params(
+            regenerate={"engine": engine, "max_new_tokens": 2048},
+            serve={"context_length": served},
+        )
+        check = check_lengths(chosen, read())
+        assert check.verdict == verdict
+        assert verdict == "ok" or "grow to 2560: set serve.context_length" in check.fix  # 512 + 2048
 
 
 def test_a_draft_vocabulary_larger_than_the_targets_is_an_error(read):

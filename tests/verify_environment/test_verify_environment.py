@@ -13,6 +13,7 @@ import yaml
 
 from tasks.common.versions import require_verified_versions, result_versions
 from tasks.verify_environment.report import Report
+from tests.ports import free_port_pair
 
 ROOT = Path(__file__).parents[2]
 VERSIONS = Path("artifacts/environment/versions.json")
@@ -58,14 +59,8 @@ def run_stage(folder: Path, *, python: str = sys.executable, search: str | None 
     )
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1] // 2 * 2
-
-
 def test_the_embedded_default_is_verified_and_planned(project):
-    folder = project(serve={"port": free_port()})
+    folder = project(serve={"port": free_port_pair()})
     run = run_stage(folder)
     assert run.returncode == 0, run.stdout + run.stderr
     report = Report.model_validate_json((folder / "reports" / "environment.json").read_text())

@@ -22,13 +22,13 @@ def check_prompts(params: Params, sources: list[PromptSource], unreadable: str |
         unreadable: why prompts.folder cannot be counted.
     """
     least = params.gates.min_prompts
-    want = Expectation("prompts", f"at least {least} to train on, some held out", "No prompts, no draft.")
+    want = Expectation("prompts", f"at least {least} to train on and {least} held out", "gate_prompts refuses fewer.")
     if unreadable:
         return want.error(unreadable, "Correct prompts.folder or the file.")
     train, _ = prompts_and_tokens(sources, "train", params.prompts.max_train)
     heldout, _ = prompts_and_tokens(sources, "heldout", params.prompts.max_heldout)
     found = f"{train} to train on, {heldout} held out"
-    if train < least or not heldout:
+    if min(train, heldout) < least:
         return want.error(found, "Add prompts; a row is held out by its field `split` or a file named heldout*.jsonl.")
     return want.ok(found)
 
@@ -77,7 +77,7 @@ def check_ports(params: Params) -> Check:
 
 def _is_left_over(port: int, pid: int | None) -> bool:
     """Whether a run of this checkout that is dead started the process: the next server start reaps it."""
-    records = [path for kind in ("speculative", "baseline", "capture") if (path := record_path(kind, port)).exists()]
+    records = [path for kind in ("speculative", "baseline") if (path := record_path(kind, port)).exists()]
     for record in map(ServerRecord.read, records):
         if not record.owner.is_alive and any(process.pid == pid and process.is_alive for process in record.processes):
             return True

@@ -14,6 +14,13 @@ _OLDEST_DRIVER = {11: "450.80", 12: "525.60", 13: "580.65"}
 _BUSY_MIB = 1024
 
 
+def check_platform(platform: str = sys.platform) -> Check:
+    want = Expectation("platform", "linux", "Servers and what is left of them are found through /proc.")
+    if platform == "linux":
+        return want.ok(platform)
+    return want.error(platform, "Run it on Linux: another machine, a container, or WSL 2 on Windows.")
+
+
 def check_python(version: tuple[int, ...] = tuple(sys.version_info[:3])) -> Check:
     want = Expectation("python", "3.11 to 3.13", "torch and SGLang are built for these versions.")
     found = ".".join(map(str, version))

@@ -105,6 +105,8 @@ def check_lengths(params: Params, target: TargetFacts) -> Check:
     fixes = []
     if sample > positions:
         fixes.append(f"Lower prompts.max_prompt_tokens + regenerate.max_new_tokens to {positions}.")
+    elif params.regenerate.engine == "sglang" and sample > served:
+        fixes.append(f"SGLang refuses requests that may grow to {sample}: set serve.context_length to at least that.")
     if served > positions:
         fixes.append(f"Set serve.context_length to at most {positions}.")
     if asked > served:
