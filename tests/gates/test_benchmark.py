@@ -25,7 +25,7 @@ def write(tmp_path, monkeypatch):
                 "steps": 3,
                 "topk": 1,
                 "draft_tokens": 4,
-                "max_new_tokens": 64,
+                "max_new_tokens": 48,
                 "repeats": 1,
                 "dtype": "float32",
             },
@@ -99,7 +99,7 @@ def test_text_that_differs_names_the_prompt_and_fails_in_float32(write, judge):
 
 
 def test_text_that_differs_is_a_warning_in_half_precision(write, judge):
-    settings = {"steps": 3, "topk": 1, "draft_tokens": 4, "max_new_tokens": 64, "repeats": 1, "dtype": "bfloat16"}
+    settings = {"steps": 3, "topk": 1, "draft_tokens": 4, "max_new_tokens": 48, "repeats": 1, "dtype": "bfloat16"}
     write(parted=3, lossless=False, settings=settings)
     verdict = judge("benchmark", target={"dtype": "bfloat16"})
     assert verdict.error == ""

@@ -105,7 +105,7 @@ def decode_rate(speed, model, batch, **sections) -> float:
         plan(speed, model, prompts=batch * n - 66, tokens=0, **sections)["regenerate_responses"].seconds
         for n in (10, 20)
     )
-    return batch * 10 * 64 / (many - few)
+    return batch * 10 * 48 / (many - few)
 
 
 def test_transformers_on_two_cores_decode_at_the_measured_rate():
