@@ -1,8 +1,10 @@
 """Reading and writing the small files of a run: atomic, hashed, and with errors that name the line."""
 
+import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,15 +15,32 @@ from tasks.common.errors import DraftlineError
 ARTIFACTS = Path("artifacts")
 REPORTS = Path("reports")
 
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_NOTHING_LEFT = 2**20  # bytes
+
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield where to write a new `path`: a reader sees the old file or the new one, never a part (fsync, rename)."""
+    """Yield where to write a new `path`: a reader sees the old file or the new one, never a part (fsync, rename).
+
+    Raises:
+        DraftlineError: the disk is full. What was written of the file is removed.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    yield partial
-    with open(partial, "rb") as file:
-        os.fsync(file.fileno())
+    try:
+        yield partial
+        with open(partial, "rb") as file:
+            os.fsync(file.fileno())
+    except Exception as error:
+        # torch and safetensors wrap the system's error in their own.
+        full = getattr(error, "errno", None) in _FULL or shutil.disk_usage(path.parent).free < _NOTHING_LEFT
+        partial.unlink(missing_ok=True)
+        if full:
+            raise DraftlineError(
+                f"{path}: cannot be written, the disk is full. Make room, then `dvc repro`: finished work is kept."
+            ) from None
+        raise
     partial.chmod(0o644)  # safetensors makes files that only the owner can read
     partial.replace(path)
 

@@ -1,0 +1,32 @@
+"""Files that appear whole or not at all."""
+
+import errno
+from collections import namedtuple
+
+import pytest
+
+from tasks.common.errors import DraftlineError
+from tasks.common.files import replacing
+
+
+@pytest.mark.parametrize(
+    ("error", "free"),
+    [(OSError(errno.ENOSPC, "No space left on device"), 2**30), (RuntimeError("unexpected pos"), 0)],
+)
+def test_a_full_disk_is_one_sentence_and_keeps_the_old_file(tmp_path, monkeypatch, error, free):
+    monkeypatch.setattr("shutil.disk_usage", lambda _: namedtuple("Usage", "free")(free))
+    path = tmp_path / "state.pt"
+    path.write_text("old")
+    with (
+        pytest.raises(DraftlineError, match=r"state.pt: cannot be written, the disk is full"),
+        replacing(path) as partial,
+    ):
+        partial.write_text("half of the n")
+        raise error
+    assert [file.name for file in tmp_path.iterdir()] == ["state.pt"]
+    assert path.read_text() == "old"
+
+
+def test_another_error_stays_what_it_is(tmp_path):
+    with pytest.raises(ValueError, match="a mistake"), replacing(tmp_path / "state.pt"):
+        raise ValueError("a mistake")
