@@ -135,15 +135,16 @@ def main() -> None:
 
 
 def _start_api() -> None:
-    """Start Prefect's temporary API server, where no other is configured, deaf to Ctrl-C.
+    """Start Prefect's temporary API server, where no other is configured, deaf to Ctrl-C and hang-up.
 
-    A terminal sends Ctrl-C to the whole process group. A run whose API went away first would spend minutes
+    A terminal sends both to the whole process group. A run whose API went away first would spend minutes
     trying to tell it how it ended.
     """
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # a child inherits the mask
+    of_terminal = {signal.SIGINT, signal.SIGHUP}
+    signal.pthread_sigmask(signal.SIG_BLOCK, of_terminal)  # a child inherits the mask
     with get_client(sync_client=True):
         pass
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, of_terminal)
 
 
 if __name__ == "__main__":

@@ -127,9 +127,9 @@ def test_parameters_refuse_what_they_do_not_know():
         PipelineParams(untill="slow")
 
 
-@pytest.mark.parametrize("ending", ["SIGTERM", "Ctrl-C"])
-def test_a_signal_ends_the_run_with_all_its_processes(toy, environment, ending):
-    """The real command with its own API server. Ctrl-C reaches the whole process group, as from a terminal."""
+@pytest.mark.parametrize(("ending", "status"), [("SIGTERM", 143), ("Ctrl-C", 130), ("hang-up", 129)])
+def test_a_signal_ends_the_run_with_all_its_processes(toy, environment, ending, status):
+    """The real command with its own API server. Ctrl-C and hang-up reach the whole process group, as from a terminal."""
     Path("seconds").write_text("600")
     command = [sys.executable, "-m", "flows.pipeline"]
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as flow:
@@ -139,9 +139,9 @@ def test_a_signal_ends_the_run_with_all_its_processes(toy, environment, ending):
             if ending == "SIGTERM":
                 flow.terminate()
             else:
-                os.killpg(flow.pid, signal.SIGINT)
+                os.killpg(flow.pid, signal.SIGINT if ending == "Ctrl-C" else signal.SIGHUP)
             code = flow.wait(timeout=20)
-            assert code == (143 if ending == "SIGTERM" else 130)
+            assert code == status
             until(lambda: not processes_in(toy), seconds=10)
         finally:
             for process in processes_in(toy):
