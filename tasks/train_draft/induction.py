@@ -71,16 +71,16 @@ def start_induction_head(draft: Eagle3Draft, states: HiddenStates, lm_head: torc
     per_group = attention.heads // groups
     for group in range(groups):
         # Strong and weak directions are dealt out to the groups in turn, so that each can match by itself.
-        codes, values = slice(group, None, groups), slice(group, None, groups)
+        dealt = slice(group, None, groups)
         key_rows = torch.arange(group * head_dim, (group + 1) * head_dim)
         query_rows = torch.arange(group * per_group * head_dim, group * per_group * head_dim + head_dim)
         for weight, rows in ((q, query_rows), (k, key_rows), (v, key_rows)):
             weight[rows] = 0
         o[:, query_rows] = 0
-        q[query_rows[code_dims], :hidden] = _MATCH * head_dim**0.5 / len(code_dims) * code[:, codes].T
-        k[key_rows[code_dims], hidden:] = typical_rms / _CODE * free[:, codes].T
-        v[key_rows[:value_dims], :hidden] = directions[:, values].T
-        o[:, query_rows[:value_dims]] = _COPY * copied[:, values]
+        q[query_rows[code_dims], :hidden] = _MATCH * head_dim**0.5 / len(code_dims) * code[:, dealt].T
+        k[key_rows[code_dims], hidden:] = typical_rms / _CODE * free[:, dealt].T
+        v[key_rows[:value_dims], :hidden] = directions[:, dealt].T
+        o[:, query_rows[:value_dims]] = _COPY * copied[:, dealt]
 
 
 def _sample(states: HiddenStates) -> tuple[torch.Tensor, torch.Tensor]:

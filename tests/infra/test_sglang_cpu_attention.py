@@ -43,6 +43,17 @@ def attention_of_one(query, keys, values, seen):
     return torch.stack(heads)
 
 
+# What a Llama's layer asks of both operators, in their order.
+PLAIN = {
+    "sm_scale": SCALE,
+    "logit_cap": 0.0,
+    "is_cross_attn": False,
+    "sliding_window_size": 0,
+    "encoder_lens": None,
+    "sinks": None,
+}
+
+
 def extend(cache, prefixes, tree_mask=None, index_dtype=torch.int64, **changes):
     """Call the operator as SGLang does, on the positions after `prefixes`; returns queries and outputs by request."""
     new = torch.tensor([len(k) - p for k, p in zip(cache.keys, prefixes, strict=True)], dtype=index_dtype)
@@ -65,12 +76,7 @@ def extend(cache, prefixes, tree_mask=None, index_dtype=torch.int64, **changes):
         "extend_seq_lens": new,
         "extend_start_loc": (new.cumsum(0) - new).to(index_dtype),
         "max_len_extend": int(new.max()),
-        "sm_scale": SCALE,
-        "logit_cap": 0.0,
-        "is_cross_attn": False,
-        "sliding_window_size": 0,
-        "encoder_lens": None,
-        "sinks": None,
+        **PLAIN,
         "tree_mask": tree_mask,
         "is_causal": True,
     }
@@ -97,12 +103,7 @@ def decode(cache, new=True, **changes):
         "req_to_token": cache.req_to_token,
         "req_pool_indices": cache.rows,
         "seq_lens": torch.tensor([len(k) for k in cache.keys]),
-        "sm_scale": SCALE,
-        "logit_cap": 0.0,
-        "is_cross_attn": False,
-        "sliding_window_size": 0,
-        "encoder_lens": None,
-        "sinks": None,
+        **PLAIN,
     }
     torch.ops.sgl_kernel.decode_attention_cpu(*(arguments | changes).values())
     return queries, outputs
