@@ -9,12 +9,12 @@ failed check says what to do. What is checked and how costs are estimated: infra
 import sys
 
 try:
+    from tasks.common.check import require_no_errors
     from tasks.common.files import REPORTS, write_json
     from tasks.common.params import Params
     from tasks.common.stage import run_stage
     from tasks.common.tracking import Tracker
     from tasks.common.versions import VERSIONS, result_versions
-    from tasks.verify_environment.check import require_no_errors
     from tasks.verify_environment.table import print_report
     from tasks.verify_environment.verify import verify
 except ModuleNotFoundError as missing:

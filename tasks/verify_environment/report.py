@@ -2,8 +2,8 @@
 
 from pydantic import BaseModel, ConfigDict
 
+from tasks.common.check import Check, Verdict
 from tasks.common.params import Params
-from tasks.verify_environment.check import Check, Verdict
 from tasks.verify_environment.disk import Need
 from tasks.verify_environment.facts import Compute, Engine, Gpus, Interpreter, Repository, TargetFacts
 from tasks.verify_environment.plan import Estimate, Workload
@@ -45,12 +45,6 @@ class Report(_Part):
     interpreter: Interpreter
     repository: Repository
     seconds: dict[str, float]
-
-
-def worst(checks: list[Check]) -> Verdict:
-    """'error' before 'warning' before 'ok'."""
-    verdicts = {check.verdict for check in checks}
-    return next((verdict for verdict in ("error", "warning") if verdict in verdicts), "ok")
 
 
 def make_plan(

@@ -2,50 +2,24 @@
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tasks.common.check_table import print_checks
 from tasks.common.console import console as default_console
-from tasks.verify_environment.check import Check
 from tasks.verify_environment.report import Plan, Report
-
-_LOG_WIDTH = 100
-_STYLE = {"ok": "green", "warning": "yellow", "error": "bold red", "not applicable": "dim"}
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
     """Print the checks, what to do about those that are not ok, and the plan."""
     console = console or default_console()
-    if not console.is_terminal:
-        console.width = _LOG_WIDTH
-    console.print(_checks(report.checks))
-    for check in report.checks:
-        if check.fix:
-            _print_fix(console, check)
+    print_checks(report.checks, console)
     _print_sources(console, report.plan)
     if report.plan.stages:
         console.print(_stages(report.plan))
         _print_footnote(console, report.machine)
     else:
         console.print("\nNo estimate: the target, its aux layers or the speed of the device are not known.")
-
-
-def _checks(checks: list[Check]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("check", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
-    table.add_column("found", overflow="fold")
-    for check in checks:
-        verdict = "-" if check.verdict == "not applicable" else check.verdict
-        table.add_row(check.id, Text(verdict, _STYLE[check.verdict]), Text(check.found))
-    return table
-
-
-def _print_fix(console: Console, check: Check) -> None:
-    console.print(Text(f"{check.verdict}: {check.id}", _STYLE[check.verdict]))
-    console.print(Padding(Text(f"Expected: {check.expected}. {check.why}\n{check.fix}"), (0, 0, 0, 4)))
-    console.print()
 
 
 def _print_sources(console: Console, plan: Plan) -> None:

@@ -3,12 +3,12 @@
 import sys
 import time
 
+from tasks.common.check import Check, worst
 from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
 from tasks.common.server_plan import attention_backends, process_environment, server_environment
 from tasks.common.target_source import architecture_of, locate
 from tasks.common.versions import result_versions
-from tasks.verify_environment.check import Check
 from tasks.verify_environment.checks import host, runtime
 from tasks.verify_environment.checks import target as target_checks
 from tasks.verify_environment.disk import LARGE_FOLDERS, disk_needs
@@ -18,7 +18,7 @@ from tasks.verify_environment.plan import Estimate, Workload, estimate
 from tasks.verify_environment.probes.interpreter import find as describe_interpreter
 from tasks.verify_environment.probes.run import Probe, run_probes
 from tasks.verify_environment.prompt_sources import PromptSource, count_prompts
-from tasks.verify_environment.report import Report, make_plan, worst
+from tasks.verify_environment.report import Report, make_plan
 
 
 def verify(params: Params) -> Report:

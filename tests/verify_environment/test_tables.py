@@ -5,11 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
+from tasks.common.check import Check, Expectation, require_no_errors, worst
 from tasks.common.errors import DraftlineError
-from tasks.verify_environment.check import Check, Expectation, require_no_errors
 from tasks.verify_environment.facts import Compute, Engine, Gpus, Interpreter, Repository, TargetFacts
 from tasks.verify_environment.plan import Estimate
-from tasks.verify_environment.report import Plan, Report, worst
+from tasks.verify_environment.report import Plan, Report
 from tasks.verify_environment.table import print_report
 
 PORTS = Expectation("ports", "30000 and 30001 free", "A stale server answers for the new one.")

@@ -6,9 +6,9 @@ import shutil
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from tasks.common.check import Check, Expectation
 from tasks.common.params import Params
 from tasks.common.server_session import ServerRecord, describe_process, port_is_free, port_owner, record_path
-from tasks.verify_environment.check import Check, Expectation
 from tasks.verify_environment.disk import Need
 from tasks.verify_environment.facts import Interpreter, Repository
 from tasks.verify_environment.prompt_sources import PromptSource, prompts_and_tokens

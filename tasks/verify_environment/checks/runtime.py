@@ -2,8 +2,8 @@
 
 import sys
 
+from tasks.common.check import Check, Expectation
 from tasks.common.params import Params
-from tasks.verify_environment.check import Check, Expectation
 from tasks.verify_environment.facts import Compute, Engine, Gpus
 
 # What the table of layer readings in tasks/common/contract.py was established on.

@@ -1,9 +1,9 @@
 """Checks of the target against the contract and the parameters, from its config alone."""
 
+from tasks.common.check import Check, Expectation
 from tasks.common.contract import SUPPORTED_ARCHITECTURES, check_aux_layers, default_aux_layers, served_layer_ids
 from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
-from tasks.verify_environment.check import Check, Expectation
 from tasks.verify_environment.facts import Engine, Gpus, TargetFacts
 from tasks.verify_environment.plan import server_gpus
 

@@ -52,6 +52,12 @@ class Expectation:
         return Check(id=self.id, verdict=verdict, found=found, expected=self.expected, why=self.why, fix=fix)
 
 
+def worst(checks: list[Check]) -> Verdict:
+    """'error' before 'warning' before 'ok'."""
+    verdicts = {check.verdict for check in checks}
+    return next((verdict for verdict in ("error", "warning") if verdict in verdicts), "ok")
+
+
 def require_no_errors(checks: list[Check]) -> None:
     """Refuse to go on while a check has failed.
 
