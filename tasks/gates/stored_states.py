@@ -15,12 +15,11 @@ import torch
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, sha256_file
+from tasks.common.final_norm import rms_over_norm
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, Sample, SampleRow, describe
 from tasks.common.progress import progress
 from tasks.common.responses import SPLITS, read_responses
 
-# A correct RMSNorm leaves rms 1 but for its epsilon and the rounding of the stored type.
-_RMS_TOLERANCE = {"float32": 0.01, "bfloat16": 0.03, "float16": 0.03}
 _SHARD_COLUMNS = ("id", "problem", "samples", "tokens", "megabytes", "sha256", "recorded_sha256", "detail")
 _SAMPLE_COLUMNS = ("id", "stored", "answered", "problem", "detail")
 
@@ -177,7 +176,7 @@ def _measure(sample: Sample, recorded: SampleRow, final_norm: torch.Tensor) -> d
             f"expected [tokens, n_aux, H] and [tokens, H]."
         )
     found = describe(sample, recorded.shard, recorded.index)
-    rms, normed = _rms(sample.last, final_norm)
+    rms, normed = rms_over_norm(sample.last, final_norm)
     return {
         "id": sample.id,
         "shard": recorded.shard,
@@ -201,16 +200,6 @@ def _measure(sample: Sample, recorded: SampleRow, final_norm: torch.Tensor) -> d
         "last_is_normed": normed,
         "detail": "" if normed else f", rms of last / norm weight {rms:.4g}",
     }
-
-
-def _rms(last: torch.Tensor, final_norm: torch.Tensor) -> tuple[float, bool]:
-    """The rms of last / norm weight that is farthest from 1 over the tokens, and whether it is 1 within the dtype."""
-    if last.shape[1] != len(final_norm):
-        return math.nan, False
-    used = final_norm != 0
-    rms = (last.float()[:, used] / final_norm[used]).square().mean(dim=1).sqrt()
-    farthest = float(rms[(rms - 1).abs().nan_to_num(torch.inf).argmax()])
-    return farthest, abs(farthest - 1) <= _RMS_TOLERANCE[str(last.dtype).removeprefix("torch.")]
 
 
 def _differing(recorded: SampleRow, found: SampleRow) -> Iterator[str]:
