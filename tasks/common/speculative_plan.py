@@ -4,8 +4,9 @@ than they were trained."""
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.common.checkpoint_form import CONFIG, check_export
+from tasks.common.checkpoint_form import check_export
 from tasks.common.contract import Contract, captured_layers, served_layer_ids
+from tasks.common.draft_files import CONFIG
 from tasks.common.errors import DraftlineError
 from tasks.common.files import ARTIFACTS, read_json
 from tasks.common.params import PARAMS, Params

@@ -3,8 +3,11 @@
 import shutil
 from pathlib import Path
 
-from tasks.common.checkpoint_form import ARCHITECTURE, CONFIG, WEIGHTS, check_against_target, check_export
+from tasks.common.checkpoint_form import WEIGHTS, check_export
 from tasks.common.contract import Contract, served_layer_ids
+from tasks.common.draft_checks.lost_keys import lost_keys
+from tasks.common.draft_files import CONFIG
+from tasks.common.draft_form import ARCHITECTURE, spell_rope
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, sha256_file, write_atomically, write_json
 from tasks.common.target import TARGET, TargetShape, load_config
@@ -44,7 +47,7 @@ def export_draft(draft: Path, folder: Path, dtype: str, target: Path = TARGET) -
         shutil.rmtree(folder)
     write_json(folder / CONFIG, config)
     write_atomically(folder / WEIGHTS, save(tensors, metadata={"format": "pt"}))
-    problems = check_export(folder) + check_against_target(config, shape) + _keys_lost_by_transformers(folder, config)
+    problems = check_export(folder, shape) + lost_keys(folder, config)
     if problems:
         raise DraftlineError("\n".join(problems))
     record = {
@@ -64,8 +67,7 @@ def export_config(sizes: dict, contract: Contract, dtype: str) -> dict:
     Args:
         sizes: `DraftConfig.to_dict()` of the trained draft.
     """
-    rope = dict(sizes["rope_parameters"])
-    config = {
+    return {
         "architectures": [ARCHITECTURE],
         "model_type": "llama",
         "torch_dtype": dtype,
@@ -80,8 +82,7 @@ def export_config(sizes: dict, contract: Contract, dtype: str) -> dict:
         "draft_vocab_size": sizes["draft_vocab_size"],
         "max_position_embeddings": sizes["max_position_embeddings"],
         "rms_norm_eps": sizes["rms_norm_eps"],
-        "rope_theta": rope["rope_theta"],
-        "rope_parameters": rope,
+        **spell_rope(sizes["rope_parameters"]),
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
@@ -90,21 +91,3 @@ def export_config(sizes: dict, contract: Contract, dtype: str) -> dict:
             "use_aux_hidden_state": True,
         },
     }
-    if rope.get("rope_type", "default") != "default":
-        # transformers 4 and older SGLang read scaling from here, and its type without theta
-        config["rope_scaling"] = {name: value for name, value in rope.items() if name != "rope_theta"}
-    return config
-
-
-def _keys_lost_by_transformers(folder: Path, config: dict) -> list[str]:
-    """Keys that the config class drops or changes on loading: the server would never see them (failure mode C7)."""
-    loaded = load_config(folder).to_dict()
-    # Renamed in transformers 5; both spellings are read.
-    loaded |= {"torch_dtype": str(loaded.get("dtype", "")).removeprefix("torch.")}
-    loaded["rope_theta"] = (loaded.get("rope_parameters") or {}).get("rope_theta")
-    loaded["rope_scaling"] = config.get("rope_scaling")
-    return [
-        f"{folder / CONFIG}: {name} is {value!r} in the file and {loaded.get(name)!r} once transformers has loaded it."
-        for name, value in config.items()
-        if loaded.get(name) != value
-    ]

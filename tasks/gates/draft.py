@@ -6,8 +6,10 @@ from typing import Any
 import great_expectations.expectations as gxe
 import pandas as pd
 
-from tasks.common.checkpoint_form import CONFIG, WEIGHTS, check_against_target, check_export, expected_tensors
+from tasks.common.checkpoint_form import WEIGHTS, check_export
 from tasks.common.contract import captured_layers
+from tasks.common.draft_files import CONFIG
+from tasks.common.draft_tensors import expected_tensors
 from tasks.common.errors import DraftlineError
 from tasks.common.files import ARTIFACTS, REPORTS, read_json, sha256_file
 from tasks.common.params import Gates, Params
@@ -36,7 +38,7 @@ def build(params: Params) -> Gate:
     predicted = _predicted()
     return Gate(
         tables=[
-            Table("checkpoint", "check", _problems(config), checkpoint_suite()),
+            Table("checkpoint", "check", _problems(), checkpoint_suite()),
             Table("tensors", "tensor", tensors, tensor_suite(), shown=("id", "type", "numbers", "rms")),
             Table(
                 "contract",
@@ -141,9 +143,8 @@ def _predicted() -> dict[str, float]:
     return {"predicted_accept_length": report["predicted_accept_length"]}
 
 
-def _problems(config: dict[str, Any]) -> pd.DataFrame:
-    against_target = check_against_target(config, TargetShape.of(load_config()))
-    problems = check_export(EXPORT) + [f"{EXPORT / CONFIG}: {problem}" for problem in against_target]
+def _problems() -> pd.DataFrame:
+    problems = check_export(EXPORT, TargetShape.of(load_config()))
     return pd.DataFrame(
         {"id": "artifacts/export" if not problems else f"problem {number}", "problem": problem}
         for number, problem in enumerate(problems or [""], 1)

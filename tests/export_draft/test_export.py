@@ -7,8 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tasks.common.checkpoint_form import check_export, expected_tensors
+from tasks.common.checkpoint_form import check_export
 from tasks.common.draft import Eagle3Draft
+from tasks.common.draft_tensors import expected_tensors
 from tasks.common.errors import DraftlineError
 from tasks.common.files import ARTIFACTS, read_json, write_json
 from tasks.common.params import ContractParams

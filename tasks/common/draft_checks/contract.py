@@ -1,0 +1,241 @@
+"""Checks of what the draft is fed: aux layers, norms, widths, types, and whether the engine can feed it."""
+
+from typing import Any
+
+from tasks.common.check import Check, Expectation
+from tasks.common.contract import SUPPORTED_ARCHITECTURES, captured_layers, check_aux_layers, served_layer_ids
+from tasks.common.draft_checks.subject import Subject, verdict_of
+from tasks.common.draft_form import NORM_FLAGS
+from tasks.common.draft_tensors import SAFETENSORS_TYPES, eagle_of, has_fc_norm, has_input_norm, num_aux_states
+from tasks.common.errors import DraftlineError
+
+_EAGLE_CONFIG = '"eagle_config": {{"eagle_aux_hidden_state_layer_ids": {ids}, "use_aux_hidden_state": true}}'
+
+
+def eagle_config_problems(config: dict[str, Any]) -> list[str]:
+    """Why SGLang would not read the ids: it swallows any exception there and captures default layers."""
+    eagle = config.get("eagle_config")
+    if not isinstance(eagle, dict):
+        return [f"eagle_config is {eagle!r}, expected dict; SGLang would silently capture default layers."]
+    ids = eagle.get("eagle_aux_hidden_state_layer_ids")
+    if not isinstance(ids, list) or not ids or not all(type(layer) is int for layer in ids):
+        return [
+            f"eagle_config.eagle_aux_hidden_state_layer_ids is {ids!r}; SGLang would silently capture default layers."
+        ]
+    if eagle.get("use_aux_hidden_state", True) is not True:
+        return ["eagle_config.use_aux_hidden_state is not true: the draft would be fed the last state alone."]
+    return []
+
+
+def check_eagle_config(subject: Subject) -> Check:
+    want = Expectation(
+        "C2 eagle_config",
+        "eagle_config with integer layer ids and use_aux_hidden_state true",
+        "Without them SGLang captures default layers and says nothing: the draft sees states it never learned.",
+    )
+    ids, fix = subject.draft.layer_ids, "Name the layers that it was trained on; without a record, ask who trained it."
+    served = _served(subject)
+    if served:
+        fix = f"Add to config.json (--fix does): {_EAGLE_CONFIG.format(ids=served)}."
+    return verdict_of(want, eagle_config_problems(subject.draft.config), fix, f"ids {ids}")
+
+
+def _served(subject: Subject) -> list[int] | None:
+    """The ids that the record's layers are written as; None where there is no record, or no way to write them."""
+    if subject.contract is None or subject.architecture is None:
+        return None
+    try:
+        return served_layer_ids(subject.contract.aux_layer_ids, subject.architecture)
+    except DraftlineError:
+        return None
+
+
+def check_layers(subject: Subject) -> Check:
+    """C3: the outputs that the engine captures for these ids are those that the draft was trained on."""
+    trained = subject.contract.aux_layer_ids if subject.contract else subject.draft.outputs
+    source = subject.contract_from if subject.contract else "the draft's own form"
+    want = Expectation(
+        "C3 layers",
+        f"outputs {list(trained)}, as {source} says" if trained else "the outputs that it was trained on",
+        "A draft that is fed other layers than it was trained on accepts nothing, and nothing fails.",
+    )
+    ids, architecture = subject.draft.layer_ids, subject.architecture
+    if ids is None or architecture not in SUPPORTED_ARCHITECTURES:
+        return want.not_applicable("no ids to read" if ids is None else "the target's architecture is not known")
+    captured = captured_layers(ids, architecture)
+    found = f"ids {ids} on {architecture} capture the outputs of layers {list(captured)}"
+    if trained is None:
+        return want.not_applicable(f"{found}; nothing records what it was trained on (--hidden-states, draftline.json)")
+    if tuple(captured) != tuple(trained):
+        try:
+            served = served_layer_ids(tuple(trained), architecture)
+        except DraftlineError as error:
+            return want.error(f"{found}.", str(error))
+        return want.error(
+            f"{found}; it was trained on {list(trained)}.",
+            f"Set eagle_aux_hidden_state_layer_ids to {served} in config.json (--fix does).",
+        )
+    return want.ok(found)
+
+
+def check_layer_list(subject: Subject) -> Check:
+    """C4: distinct, ascending, within the target, and as many as fc reads."""
+    draft, config = subject.draft, subject.draft.config
+    want = Expectation(
+        "C4 layer list",
+        "distinct, ascending, within the target; as many as num_aux_hidden_states and fc say",
+        "The engine captures in layer order, duplicates once, and layers that are not there never.",
+    )
+    ids = draft.layer_ids
+    if ids is None:
+        return want.not_applicable("no ids to read")
+    problems = []
+    if ids != sorted(set(ids)):
+        problems.append(f"eagle_aux_hidden_state_layer_ids {ids} are not distinct and ascending, as they are captured.")
+    elif subject.architecture in SUPPORTED_ARCHITECTURES and subject.num_layers and len(ids) > 1:
+        captured = captured_layers(ids, subject.architecture)
+        try:
+            # The embedding and the single layer have checks of their own.
+            check_aux_layers(tuple(max(0, layer) for layer in captured), subject.num_layers)
+        except DraftlineError as error:
+            problems.append(str(error).replace("contract.aux_layer_ids", "captured outputs"))
+    if num_aux_states(config) != len(ids):
+        problems.append(f"num_aux_hidden_states is {config['num_aux_hidden_states']}, but {len(ids)} ids are named.")
+    seen = config.get("target_hidden_size") or config["hidden_size"]
+    if "fc.weight" in draft.stored and draft.header("fc.weight").shape[-1] != len(ids) * seen:
+        width = draft.header("fc.weight").shape[-1]
+        problems.append(f"fc reads {width} values, {len(ids)} layers of {seen} give {len(ids) * seen}.")
+    return verdict_of(
+        want, problems, "Name the layers that it was trained on, as many as fc reads.", f"{len(ids)} layers"
+    )
+
+
+def check_embedding_slot(subject: Subject) -> Check:
+    """H8: the embedding is none of the captured states; a code comment once said that -1 is."""
+    ids = subject.draft.layer_ids
+    want = Expectation(
+        "H8 no embedding",
+        "no id that would mean the embedding",
+        "SGLang has no such slot: a draft that was trained on the embedding is fed a layer's output in its place.",
+    )
+    if ids is None:
+        return want.not_applicable("no ids to read")
+    outputs: list[int] = list(ids)
+    if subject.architecture in SUPPORTED_ARCHITECTURES:
+        outputs = list(captured_layers(ids, subject.architecture))
+    if subject.draft.outputs:
+        outputs += subject.draft.outputs
+    if min(outputs) < 0:
+        return want.error(f"ids {ids} name the embedding.", "Train on the outputs of decoder layers, and name those.")
+    return want.ok(f"ids {ids}")
+
+
+def untrained_norms(config: dict[str, Any]) -> list[str]:
+    """Norms that a config turns on though Draftline's trainer has none of them."""
+    flags = [name for name in NORM_FLAGS if config.get(name)]
+    return [f"{name} is {config[name]!r}, but the draft was trained without it." for name in flags]
+
+
+def check_norms(subject: Subject) -> Check:
+    """C6: a norm runs in serving iff its tensor was trained, and the flag stands where the engine reads it."""
+    draft, config, raw = subject.draft, subject.draft.config, subject.draft.files.config
+    want = Expectation(
+        "C6 norms",
+        "a flag at the top level for each norm that has a tensor, and no other",
+        "SGLang skips the tensor of a norm that no flag turns on, and leaves one random that a flag alone turns on.",
+    )
+    eagle = eagle_of(config)
+    problems = [
+        f"{name} is inside eagle_config, where SGLang ignores it."
+        for name in ("fc_norm", "norm_output")
+        if name in eagle
+    ]
+    pairs = (
+        ("fc_norm", has_fc_norm(config), any(name.startswith("fc_norm.") for name in draft.stored)),
+        ("norm_before_fc", has_input_norm(config), "input_norm.weight" in draft.stored),
+    )
+    for name, flagged, stored in pairs:
+        if flagged != stored:
+            problems.append(
+                f"{name} is {'on' if flagged else 'off'}, but its tensor is {'' if stored else 'not '}there."
+            )
+    if has_input_norm(config) and not subject.engine.norm_before_fc:
+        problems.append(f"norm_before_fc is on; SGLang {subject.version} does not know it.")
+    if config.get("bias"):
+        problems.append("bias is true: SGLang would give fc a bias that no tensor holds, so a random one.")
+    if draft.form == "speculators" and raw.get("norm_before_residual") is not False:
+        problems.append(
+            f"norm_before_residual is {raw.get('norm_before_residual', 'absent')}: SGLang's residual is never normed."
+        )
+    if draft.form == "speculators" and raw.get("embed_requires_grad"):
+        problems.append("embed_requires_grad is true: SGLang replaces the embedding that was trained by the target's.")
+    if subject.contract_from.endswith("draftline.json"):
+        problems += untrained_norms(config)
+    fix = "Set each flag at the top level of config.json as in training; what SGLang lacks has to be trained without."
+    norms = [name for name, flagged, _ in pairs if flagged] + ["norm_output"] * bool(config.get("norm_output"))
+    return verdict_of(want, problems, fix, ", ".join(norms) or "none")
+
+
+def check_capture(subject: Subject) -> Check:
+    want = Expectation(
+        "C8 capture",
+        f"one of {', '.join(sorted(SUPPORTED_ARCHITECTURES))}",
+        "Another class has no capture hook, or reads layer ids in a way that nobody has established.",
+    )
+    if subject.architecture is None:
+        return want.not_applicable("the target is not known (--target)")
+    if subject.architecture not in SUPPORTED_ARCHITECTURES:
+        return want.error(
+            f"{subject.architecture}: how SGLang {subject.version} reads layer ids for it is not in the table.",
+            "Read set_eagle3_layers_to_capture of its class and add it to tasks/common/contract.py.",
+        )
+    return want.ok(f"{subject.architecture} on SGLang {subject.version}")
+
+
+def check_dtype(subject: Subject) -> Check:
+    draft, dtype = subject.draft, subject.draft.dtype
+    want = Expectation(
+        "C10 dtype",
+        "torch_dtype, and every weight of that type",
+        "The server casts weights to the config's type without a word; states of another type were trained on.",
+    )
+    if dtype not in SAFETENSORS_TYPES:
+        return want.error(
+            f"torch_dtype is {dtype!r}, expected one of {', '.join(SAFETENSORS_TYPES)}.",
+            "Set torch_dtype to the type of the weights.",
+        )
+    others = [
+        f"tensor {name} is {draft.header(name)}."
+        for name in draft.stored
+        if name not in ("d2t", "t2d") and draft.header(name).dtype != SAFETENSORS_TYPES[dtype]
+    ]
+    return verdict_of(want, others, f"Export again in one type, or set torch_dtype; now it says {dtype}.", dtype)
+
+
+def check_draft_layers(subject: Subject) -> Check:
+    layers = subject.draft.config["num_hidden_layers"]
+    want = Expectation(
+        "C11 draft layers", "1", "Only one layer reads the aux states; what further ones do was not trained."
+    )
+    if layers != 1:
+        return want.error(
+            f"num_hidden_layers is {layers}; SGLang runs one draft layer.",
+            "Set num_hidden_layers: 1 if the weights hold one, else train a draft of one layer.",
+        )
+    return want.ok("1")
+
+
+def check_one_aux_layer(subject: Subject) -> Check:
+    config, ids = subject.draft.config, subject.draft.layer_ids
+    want = Expectation(
+        "C12 fc runs",
+        "two aux layers or more, or another width than the target's",
+        "SGLang calls fc only where the widths differ: with one aux layer of the draft's width it is skipped.",
+    )
+    seen, num_aux = config.get("target_hidden_size") or config["hidden_size"], num_aux_states(config)
+    if num_aux * seen == config["hidden_size"]:
+        return want.error(
+            f"eagle_config names {num_aux} aux layer of width {seen}; SGLang then skips fc silently.",
+            "Train on two layers or more.",
+        )
+    return want.ok(f"{num_aux} x {seen} into {config['hidden_size']}" + ("" if ids else " (default layers)"))

@@ -1,0 +1,114 @@
+"""The tensors of an EAGLE-3 draft under SGLang's names: which there must be, of what shapes, and what the map may hold."""
+
+from typing import Any
+
+SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def num_aux_states(config: dict[str, Any]) -> int:
+    """n_aux as SGLang finds it: num_aux_hidden_states, else the length of the list of ids, else 3."""
+    if config.get("num_aux_hidden_states") is not None:
+        return config["num_aux_hidden_states"]
+    ids = eagle_of(config).get("eagle_aux_hidden_state_layer_ids")
+    return len(ids) if isinstance(ids, list) and ids else 3
+
+
+def eagle_of(config: dict[str, Any]) -> dict[str, Any]:
+    """eagle_config, empty where it is none."""
+    eagle = config.get("eagle_config")
+    return eagle if isinstance(eagle, dict) else {}
+
+
+def has_fc_norm(config: dict[str, Any]) -> bool:
+    """Whether SGLang builds a norm for each aux state; it looks at the top level only."""
+    return bool(config.get("fc_norm") or config.get("use_aux_norm"))
+
+
+def has_input_norm(config: dict[str, Any]) -> bool:
+    """Whether SGLang 0.5.23 builds one norm over all aux states; it looks into eagle_config first."""
+    return bool(eagle_of(config).get("norm_before_fc", config.get("norm_before_fc", False)))
+
+
+def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Exactly the tensors that a draft of this config must have, by SGLang's name.
+
+    H the draft's hidden size, H_t the target's (config target_hidden_size), V and D the vocabularies:
+    fc [H, n_aux * H_t]; q/k/v read 2H; lm_head [D, H] unless draft_vocab_size is null, which borrows the target's;
+    d2t [D] and t2d [V] where D < V; embed_tokens [V, H] where H_t != H, since the target's cannot be shared then.
+    """
+    hidden, heads = config["hidden_size"], config["num_attention_heads"]
+    seen = config.get("target_hidden_size") or hidden
+    head_dim = config.get("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    inner, vocab, draft_vocab = config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"]
+    num_aux = num_aux_states(config)
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, num_aux * seen),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (keys, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (keys, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, queries),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+        "norm.weight": (hidden,),
+    }
+    if draft_vocab is not None:
+        shapes["lm_head.weight"] = (draft_vocab, hidden)
+        if draft_vocab != vocab:
+            shapes |= {"d2t": (draft_vocab,), "t2d": (vocab,)}
+    if seen != hidden:
+        shapes["embed_tokens.weight"] = (vocab, hidden)
+    if has_fc_norm(config):
+        shapes |= {f"fc_norm.{slot}.weight": (seen,) for slot in range(num_aux)}
+    if has_input_norm(config):
+        shapes["input_norm.weight"] = (num_aux * seen,)
+    return shapes
+
+
+def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The same with safetensors' types: name -> (type, shape)."""
+    dtype, map_types = SAFETENSORS_TYPES[config["torch_dtype"]], {"d2t": "I64", "t2d": "BOOL"}
+    return {name: (map_types.get(name, dtype), shape) for name, shape in expected_shapes(config).items()}
+
+
+def is_passed_over(name: str, config: dict[str, Any]) -> bool:
+    """Whether a tensor beyond the expected ones does no harm: nothing that was trained is lost with it.
+
+    The embedding is the target's own (the server shares it), inverse RoPE frequencies are computed from the config,
+    and a map may stand beside a draft that proposes the whole vocabulary.
+    """
+    whole = config["draft_vocab_size"] == config["vocab_size"]
+    return name == "embed_tokens.weight" or name.endswith("rotary_emb.inv_freq") or (whole and name in ("d2t", "t2d"))
+
+
+def vocab_map_problems(d2t, t2d) -> list[str]:
+    """What is wrong with a vocabulary map: d2t int64 [D] as offsets, t2d bool [V] (failure modes V2, V3)."""
+    import torch
+
+    if not len(d2t) or not len(t2d):
+        return ["d2t or t2d is empty."]
+    target_ids = d2t + torch.arange(len(d2t))
+    if bool((d2t.diff() > 0).all()) and int(d2t.max()) < len(t2d) <= int(target_ids.max()):
+        return ["d2t holds absolute target ids; SGLang adds the draft id to each. Store target id - draft id."]
+    if bool((target_ids.diff() <= 0).any()) or int(target_ids.min()) < 0 or int(target_ids.max()) >= len(t2d):
+        return [f"d2t: i + d2t[i] must ascend strictly within 0..{len(t2d) - 1}."]
+    if len(d2t) < len(t2d) and not bool(d2t.any()):
+        return ["d2t is all zero: the draft could propose only the first tokens of the vocabulary."]
+    marked = torch.zeros_like(t2d)
+    marked[target_ids] = True
+    if not torch.equal(marked, t2d):
+        if holds_absolute_ids(d2t, t2d):
+            return ["d2t holds absolute target ids; SGLang adds the draft id to each. Store target id - draft id."]
+        return [f"t2d marks {int(t2d.sum())} tokens, d2t names {len(d2t)}; they must be the same tokens."]
+    return []
+
+
+def holds_absolute_ids(d2t, t2d) -> bool:
+    """Whether d2t is exactly the ascending list of the tokens that t2d marks: ids, not offsets."""
+    import torch
+
+    return torch.equal(d2t, t2d.nonzero().squeeze(1))
