@@ -1,0 +1,97 @@
+"""The doctor: every known silent failure of an EAGLE-3 draft, found in seconds on anyone's files.
+
+    python -m tasks.doctor --draft artifacts/export --target artifacts/target
+    python -m tasks.doctor --draft DIR --plan "python -m sglang.launch_server --model-path M --speculative-algorithm EAGLE3 ..."
+    python -m tasks.doctor --draft DIR --target DIR --fix REPAIRED
+
+Reads SGLang/EAGLE, SpecForge and speculators checkpoints, .safetensors or .bin; no GPU, no model is built, no server is
+started. Exit code 0: no errors; 1: errors; 2: could not run.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from tasks.common.check import Check, worst
+from tasks.common.errors import DraftlineError
+from tasks.common.sglang_versions import NEWEST
+from tasks.doctor.examine import Request, examine, examine_copy
+
+OK, ERRORS, COULD_NOT_RUN = 0, 1, 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Examine, repair where asked, print; the exit code."""
+    options = _parser().parse_args(arguments)
+    request = Request(
+        options.draft, options.target, options.hidden_states, options.sglang, options.plan, options.transformers
+    )
+    try:
+        subject, checks = examine(request)
+        repairs: list[str] = []
+        if options.fix:
+            from tasks.doctor.repair import repair
+
+            repairs = repair(subject, options.fix)
+            if repairs:
+                checks = examine_copy(request, options.fix)
+    except DraftlineError as error:
+        if options.json:
+            print(json.dumps({"verdict": "could not run", "problem": str(error)}))
+        print(f"doctor could not run:\n{error}", file=sys.stderr)
+        return COULD_NOT_RUN
+    code = ERRORS if any(check.verdict == "error" for check in checks) else OK
+    if options.json:
+        print(json.dumps(_report(subject.draft.form, options, checks, repairs), indent=2, ensure_ascii=False))
+    else:
+        _print(subject.draft.form, options, checks, repairs)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.doctor", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--draft", type=Path, required=True, help="folder of the draft")
+    parser.add_argument("--target", type=Path, help="folder of the target; config.json is enough for most checks")
+    parser.add_argument("--hidden-states", type=Path, help="Draftline's dump that the draft was trained on")
+    parser.add_argument("--sglang", default=NEWEST, metavar="VERSION", help="release that will serve (%(default)s)")
+    parser.add_argument("--plan", metavar="LINE", help="the server's whole command line, quoted")
+    parser.add_argument(
+        "--transformers", action="store_true", help="also C7: load the config as the server will (+ 3 s)"
+    )
+    parser.add_argument("--json", action="store_true", help="for machines")
+    parser.add_argument("--fix", type=Path, metavar="OUT", help="write a repaired copy, and examine that")
+    return parser
+
+
+def _report(form: str, options: argparse.Namespace, checks: list[Check], repairs: list[str]) -> dict:
+    return {
+        "verdict": worst(checks),
+        "draft": str(options.draft),
+        "form": form,
+        "sglang": options.sglang,
+        "repaired": {"folder": str(options.fix), "changes": repairs} if repairs else None,
+        "checks": [check.model_dump() for check in checks],
+    }
+
+
+def _print(form: str, options: argparse.Namespace, checks: list[Check], repairs: list[str]) -> None:
+    from tasks.common.check_table import print_checks
+    from tasks.common.console import console
+
+    terminal = console()
+    terminal.print(f"{options.draft}: {form} form, for SGLang {options.sglang}", markup=False)
+    if options.fix:
+        for change in repairs or ["nothing that can be repaired without guessing; no copy was written"]:
+            terminal.print(f"  {change}", markup=False, soft_wrap=True)
+        if repairs:
+            terminal.print(f"examined again: {options.fix}", markup=False)
+    print_checks(checks, terminal)
+    counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in ("error", "warning", "ok")}
+    terminal.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""Put together what is known of a draft, and run every check that applies."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from tasks.common.check import Check
+from tasks.common.contract import Contract
+from tasks.common.draft_checks.lost_keys import check_lost_keys
+from tasks.common.draft_checks.run import check_draft_files
+from tasks.common.draft_checks.subject import Subject, read_target
+from tasks.common.draft_files import CONFIG, DraftFiles
+from tasks.common.draft_form import Draft
+from tasks.common.errors import DraftlineError
+from tasks.common.files import read_json
+from tasks.common.sglang_versions import NEWEST
+from tasks.doctor.command_line import CommandLine
+from tasks.doctor.plan_rules import check_plan
+from tasks.doctor.states import check_coverage, check_last_norm, check_record, open_states
+
+RECORD = "draftline.json"
+# EAGLE-3 classes of SGLang whose layer is not Llama's: latent attention has other tensors.
+_OTHER_CLASSES = ("Eagle3DeepseekV2ForCausalLM",)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the doctor is shown.
+
+    Attributes:
+        hidden_states: a dump of Draftline's, or one split of it.
+        plan: a server's command line.
+        transformers: also load the config with transformers, as the server will; its import takes seconds.
+    """
+
+    draft: Path
+    target: Path | None = None
+    hidden_states: Path | None = None
+    version: str = NEWEST
+    plan: str | None = None
+    transformers: bool = False
+
+
+def examine(request: Request) -> tuple[Subject, list[Check]]:
+    """Every check with its verdict.
+
+    Raises:
+        DraftlineError: something that was named cannot be read at all; the doctor could not run.
+    """
+    shape, target_config = read_target(request.target) if request.target else (None, None)
+    states = open_states(request.hidden_states) if request.hidden_states else None
+    line = CommandLine.parse(request.plan) if request.plan else None
+    recorded = _recorded(request.draft)
+    contract, contract_from = (None, "")
+    if states:
+        contract, contract_from = states.contract, str(states.folder / "manifest.json")
+    elif recorded:
+        contract, contract_from = recorded, str(request.draft / RECORD)
+    architecture = shape.architecture if shape else contract.architecture if contract else None
+    files = DraftFiles.open(request.draft)
+    if files.config.get("architectures") in [[name] for name in _OTHER_CLASSES]:
+        raise DraftlineError(
+            f"{request.draft / CONFIG}: architectures is {files.config['architectures']}; the doctor knows drafts with "
+            f"Llama's layer only, and every verdict on another would be a guess."
+        )
+    subject = Subject(
+        draft=Draft.of(files, architecture),
+        target=shape,
+        target_config=target_config,
+        contract=contract,
+        contract_from=contract_from,
+        context_length=line.number("--context-length") if line else None,
+        version=request.version,
+    )
+    _ = subject.engine  # a release that the table does not know is no verdict on the draft
+    checks = check_draft_files(subject)
+    if any(check.id == "others" for check in checks):
+        return subject, checks
+    if request.transformers:
+        checks.append(check_lost_keys(subject))
+    identity = _identity(request.target, contract)
+    checks.append(check_record(subject, recorded.model_dump(mode="json") if recorded and states else None, identity))
+    if states:
+        checks += [check_last_norm(states, request.target), check_coverage(subject, states)]
+    if line:
+        checks += check_plan(line, subject)
+    return subject, checks
+
+
+def examine_copy(request: Request, folder: Path) -> list[Check]:
+    """The same examination of a repaired copy; a plan's draft path is taken to be the copy's."""
+    plan = request.plan and request.plan.replace(str(request.draft), str(folder))
+    return examine(replace(request, draft=folder, plan=plan))[1]
+
+
+def _recorded(draft: Path) -> Contract | None:
+    """The contract that Draftline's export leaves beside a draft; other tools leave none."""
+    path = draft / RECORD
+    if not path.is_file():
+        return None
+    try:
+        return Contract.model_validate(read_json(path)["contract"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise DraftlineError(
+            f"{path}: holds no contract ({str(error).splitlines()[0]}). Export the draft again."
+        ) from None
+
+
+def _identity(target: Path | None, contract: Contract | None) -> dict | None:
+    """Hashes of a target that Draftline prepared, by the contract's field names."""
+    if target is None or contract is None or not (target / RECORD).is_file():
+        return None
+    identity = read_json(target / RECORD)
+    return {name: identity[name] for name in ("target_sha256", "tokenizer_sha256") if name in identity}

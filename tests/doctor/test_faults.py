@@ -1,0 +1,215 @@
+"""One planted fault a check: the doctor names it by its id, and says what to do."""
+
+import pytest
+import torch
+
+from tests.doctor.checkpoints import (
+    DRAFT_VOCAB,
+    HIDDEN,
+    VOCAB,
+    not_fine,
+    sglang_draft,
+    specforge_draft,
+    speculators_draft,
+)
+
+
+def config(**changes):
+    return lambda draft: draft.config.update(changes)
+
+
+def without(*names: str):
+    def change(draft):
+        for name in names:
+            draft.config.pop(name, None)
+            draft.tensors.pop(name, None)
+
+    return change
+
+
+def eagle(**changes):
+    return lambda draft: draft.config["eagle_config"].update(changes)
+
+
+def tensor(name: str, change):
+    def apply(draft):
+        draft.tensors[name] = change(draft.tensors[name]).contiguous()
+
+    return apply
+
+
+def rename(old: str, new: str):
+    return lambda draft: draft.tensors.update({new: draft.tensors.pop(old)})
+
+
+def both(*changes):
+    def apply(draft):
+        for change in changes:
+            change(draft)
+
+    return apply
+
+
+def nan(weight: torch.Tensor) -> torch.Tensor:
+    weight = weight.clone()
+    weight.view(-1)[3] = torch.nan
+    return weight
+
+
+ABSOLUTE = tensor("d2t", lambda d2t: d2t + torch.arange(DRAFT_VOCAB))
+# name: (check, planted fault, what is found)
+FAULTS = {
+    "another class": ("form", config(architectures=["LlamaForCausalLM"]), "expected ['LlamaForCausalLMEagle3']"),
+    "another layer": ("form", config(model_type="qwen3"), "model_type is 'qwen3'"),
+    "eagle_config removed": ("C2 eagle_config", without("eagle_config"), "silently capture default layers"),
+    "ids as text": ("C2 eagle_config", eagle(eagle_aux_hidden_state_layer_ids="1,5,8"), "silently capture default"),
+    "last state alone": ("C2 eagle_config", eagle(use_aux_hidden_state=False), "fed the last state alone"),
+    "ids shifted by one": (
+        "C3 layers",
+        eagle(eagle_aux_hidden_state_layer_ids=[2, 6, 9]),
+        "it was trained on [1, 5, 8]",
+    ),
+    "duplicate ids": ("C4 layer list", eagle(eagle_aux_hidden_state_layer_ids=[1, 5, 5]), "not distinct and ascending"),
+    "beyond the target": ("C4 layer list", eagle(eagle_aux_hidden_state_layer_ids=[1, 5, 11]), "must lie in 0..10"),
+    "num_aux disagrees": ("C4 layer list", config(num_aux_hidden_states=2), "but 3 ids are named"),
+    "fc of other width": ("C4 layer list", tensor("fc.weight", lambda w: w[:, : 2 * HIDDEN]), "fc reads 64 values"),
+    "embedding as a slot": (
+        "H8 no embedding",
+        eagle(eagle_aux_hidden_state_layer_ids=[-1, 5, 8]),
+        "name the embedding",
+    ),
+    "flag without tensor": ("C6 norms", config(fc_norm=True), "fc_norm is on, but its tensor is not there"),
+    "flag where it is ignored": ("C6 norms", eagle(fc_norm=True), "inside eagle_config, where SGLang ignores it"),
+    "trained without": ("C6 norms", config(norm_output=True), "the draft was trained without it"),
+    "stray bias": ("C6 norms", config(bias=True), "a bias that no tensor holds"),
+    "mixed types": ("C10 dtype", tensor("fc.weight", torch.Tensor.half), "tensor fc.weight is F16"),
+    "no dtype": ("C10 dtype", without("torch_dtype"), "torch_dtype is None"),
+    "two draft layers": ("C11 draft layers", config(num_hidden_layers=2), "num_hidden_layers is 2"),
+    "one aux layer": (
+        "C12 fc runs",
+        both(eagle(eagle_aux_hidden_state_layer_ids=[5]), tensor("fc.weight", lambda w: w[:, :HIDDEN])),
+        "skips fc silently",
+    ),
+    "d2t missing": ("V1 vocabulary map", without("d2t"), "tensor d2t is missing"),
+    "t2d missing": ("V1 vocabulary map", without("t2d"), "tensor t2d is missing"),
+    "absolute ids": ("V2 V3 offsets", ABSOLUTE, "d2t holds absolute target ids"),
+    "all zero": ("V2 V3 offsets", tensor("d2t", torch.zeros_like), "d2t is all zero"),
+    "t2d of another map": ("V2 V3 offsets", tensor("t2d", torch.logical_not), "they must be the same tokens"),
+    "head missing": ("W1 head", without("lm_head.weight"), "lm_head.weight is missing"),
+    "head where it is borrowed": ("W1 head", config(draft_vocab_size=None), "but lm_head.weight is there"),
+    "tied": ("W2 tied head", config(tie_word_embeddings=True), "overwrite the draft's head"),
+    "fc missing": ("W3 tensors", without("fc.weight"), "tensor fc.weight is missing"),
+    "norm renamed": ("W3 tensors", rename("norm.weight", "final.weight"), "final.weight is unknown"),
+    "q_norm": ("W3 tensors", lambda d: d.tensors.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)}), "q_norm"),
+    "twice under two names": (
+        "W3 tensors",
+        lambda d: d.tensors.update({"layers.0.hidden_norm.weight": torch.ones(HIDDEN)}),
+        "under two names",
+    ),
+    "q not 2H wide": ("W4 shapes", tensor("midlayer.self_attn.q_proj.weight", lambda w: w[:, :HIDDEN]), "q_proj"),
+    "int32 map": ("W4 shapes", tensor("d2t", torch.Tensor.int), "expected I64"),
+    "too few positions": ("W5 positions", config(max_position_embeddings=2048), "is 2048, served is the target's 4096"),
+    "theta of another model": (
+        "W6 RoPE",
+        both(config(rope_theta=1e4), lambda d: d.config["rope_parameters"].update(rope_theta=1e4)),
+        "the target {",
+    ),
+    "theta in one spelling": ("W6 RoPE", config(rope_theta=1e4), "transformers 4 reads one, 5 the other"),
+    "scaling dropped": ("W6 RoPE", without("rope_parameters", "rope_scaling"), "the draft has {'rope_type': 'default'"),
+    "null": ("W7 types", config(head_dim=None), "head_dim is None, expected int"),
+    "no draft_vocab_size": ("W7 types", without("draft_vocab_size"), "AttributeError"),
+    "flag as a number": ("W7 types", config(fc_norm=1), "fc_norm is 1, expected bool"),
+    "vocabulary of another target": ("W8 target", config(vocab_size=VOCAB + 1), "vocab_size is 97, the target has 96"),
+    "NaN": ("W10 finite", tensor("midlayer.mlp.up_proj.weight", nan), "up_proj.weight holds NaN"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named(examined, fault):
+    name, plant, found = FAULTS[fault]
+    draft = sglang_draft()
+    assert not_fine(examined(draft)) == {}
+    plant(draft)
+    check = examined(draft)[name]
+    assert check.verdict == "error"
+    assert found in check.found
+    assert check.fix
+
+
+def test_outputs_2_30_58_written_as_they_are_is_the_first_users_fault(examined):
+    draft = sglang_draft("deepseek")
+    draft.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [2, 30, 58]
+    check = examined(draft, "deepseek")["C3 layers"]
+    assert check.verdict == "error"
+    assert "capture the outputs of layers [1, 29, 57]; it was trained on [2, 30, 58]" in check.found
+    assert "[3, 31, 59]" in check.fix
+
+
+def test_a_missing_eagle_config_is_given_back_from_the_record(examined):
+    draft = sglang_draft("deepseek")
+    del draft.config["eagle_config"]
+    assert '"eagle_aux_hidden_state_layer_ids": [3, 31, 59]' in examined(draft, "deepseek")["C2 eagle_config"].fix
+
+
+def test_a_tensor_that_no_flag_turns_on_would_be_skipped(examined):
+    draft = specforge_draft()
+    del draft.config["fc_norm"]
+    assert "fc_norm is off, but its tensor is there" in examined(draft)["C6 norms"].found
+
+
+def test_a_norm_that_this_release_does_not_know_is_an_error(examined):
+    draft = sglang_draft()
+    draft.record = False
+    draft.config["norm_before_fc"] = True
+    draft.tensors["input_norm.weight"] = torch.ones(3 * HIDDEN)
+    assert not_fine(examined(draft)) == {}
+    assert "SGLang 0.5.16 does not know it" in examined(draft, version="0.5.16")["C6 norms"].found
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"norm_before_residual": True}, "SGLang's residual is never normed"),
+        ({"embed_requires_grad": True}, "SGLang replaces the embedding that was trained"),
+    ],
+)
+def test_what_speculators_trains_and_sglang_lacks_is_an_error(examined, changes, found):
+    draft = speculators_draft()
+    draft.config |= changes
+    assert found in examined(draft)["C6 norms"].found
+
+
+def test_a_target_without_a_known_reading_is_an_error(examined, write_target, tmp_path):
+    from tasks.doctor.examine import Request, examine
+
+    folder = sglang_draft().write(tmp_path / "draft")
+    _, checks = examine(Request(folder, write_target(architectures=["GptOssForCausalLM"])))
+    check = {check.id: check for check in checks}["C8 capture"]
+    assert check.verdict == "error"
+    assert "GptOssForCausalLM" in check.found
+
+
+def test_a_draft_of_another_target_is_named_by_its_record(examined, tmp_path):
+    draft = sglang_draft()
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "draftline.json").write_text('{"target_sha256": "3", "tokenizer_sha256": "2"}')
+    assert "target_sha256" in examined(draft)["H7 record"].found
+
+
+def test_a_config_that_transformers_cannot_load_is_an_error(examined):
+    draft = sglang_draft()
+    draft.config["model_type"] = "eagle"
+    assert "transformers cannot load the config" in examined(draft, transformers=True)["C7 lost keys"].found
+
+
+def test_a_key_that_the_config_class_changes_is_named(tmp_path, monkeypatch):
+    from tasks.common.draft_checks import lost_keys
+
+    class Dropping:
+        def to_dict(self):
+            return {"vocab_size": 96}
+
+    monkeypatch.setattr(lost_keys, "load_config", lambda folder: Dropping())
+    problems = lost_keys.lost_keys(tmp_path, {"vocab_size": 96, "eagle_config": {"use_aux_hidden_state": True}})
+    assert len(problems) == 1
+    assert "eagle_config is {'use_aux_hidden_state': True} in the file and None once" in problems[0]

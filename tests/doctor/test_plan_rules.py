@@ -1,0 +1,141 @@
+"""A server's command line as text: every flag that costs a week, named before anything starts."""
+
+import pytest
+
+from tasks.common.errors import DraftlineError
+from tasks.doctor.command_line import CommandLine
+from tasks.doctor.plan_rules import RULES
+from tests.doctor.checkpoints import not_fine, sglang_draft, speculators_draft
+
+GOOD = (
+    "SGLANG_X=1 python -m sglang.launch_server --model-path target --speculative-algorithm EAGLE3 "
+    "--speculative-draft-model-path {draft} --speculative-num-steps 3 --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens 4 --context-length 4096"
+)
+
+
+@pytest.fixture
+def judged(examined, tmp_path):
+    """`judged("--page-size 64", removed="--x 1", kind=...)`: verdicts on the good line with words added or removed."""
+
+    def judge(added: str = "", removed: str = "", draft=None, **request):
+        line = (
+            GOOD.format(draft=tmp_path / "draft").replace(removed, "")
+            if removed
+            else GOOD.format(draft=tmp_path / "draft")
+        )
+        return examined(draft or sglang_draft(), plan=f"{line} {added}", **request)
+
+    return judge
+
+
+def test_a_correct_line_passes(judged):
+    assert not_fine(judged()) == {}
+
+
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.17", "0.5.20", "0.5.23", "0.5.23.post1"])
+def test_a_correct_line_passes_on_every_release(judged, version):
+    assert not_fine(judged(version=version)) == {}
+
+
+def test_sglang_serve_and_other_spellings_are_read(examined, tmp_path):
+    line = (
+        f"sglang serve --model=target --speculative-algo=eagle3 --speculative-draft-model {tmp_path / 'draft'} "
+        "--speculative-num-steps=3 \\\n --speculative-eagle-topk=1 --speculative-num-draft=4"
+    )
+    assert not_fine(examined(sglang_draft(), plan=line)) == {}
+
+
+# name: (check, verdict, words added, words removed, what is found)
+FAULTS = {
+    "EAGLE": ("C1 algorithm", "error", "--speculative-algorithm EAGLE", "", "fed 32-wide states where it was trained on 3 x 32 = 96"),
+    "NEXTN": ("C1 algorithm", "error", "--speculative-algorithm=NEXTN", "", "NEXTN for an EAGLE-3 draft"),
+    "none": ("C1 algorithm", "error", "", "--speculative-algorithm EAGLE3", "no speculation at all"),
+    "no draft": ("S4 draft path", "error", "--speculative-draft-model-path", "", "no --speculative-draft-model-path"),
+    "another draft": ("S4 draft path", "warning", "--speculative-draft-model-path /", "", "another folder"),
+    "two of three": ("S3 chain", "error", "", "--speculative-eagle-topk 1", "all or none"),
+    "adjusted": ("S3 chain", "warning", "--speculative-num-draft-tokens 8", "", "SGLang verifies steps + 1"),
+    "beyond the tree": ("S3 chain", "error", "--speculative-eagle-topk 2 --speculative-num-draft-tokens 64", "", "at most 11"),
+    "tree in pages": (
+        "S3 page size", "error",
+        "--speculative-eagle-topk 4 --speculative-num-draft-tokens 8 --page-size 64 --attention-backend flashmla", "", "on flashmla",
+    ),
+    "tree in pages, backend open": (
+        "S3 page size", "warning", "--speculative-eagle-topk 4 --speculative-num-draft-tokens 8 --page-size 64", "", "left to SGLang",
+    ),
+    "CPU": ("S3 backends", "error", "--device cpu --attention-backend intel_amx", "", "becomes torch_native"),
+    "trtllm tree": (
+        "S3 backends", "error", "--attention-backend trtllm_mha --speculative-eagle-topk 4 --speculative-num-draft-tokens 8", "", "top-k 1 alone",
+    ),
+    "quantised": ("C9 quantisation", "error", "--quantization fp8", "", "the draft is read as quantised too"),
+    "served in another type": ("C10 served dtype", "warning", "--dtype half", "", "--dtype float16 for a draft of float32"),
+    "cache on": ("H1 hidden states", "error", "--enable-return-hidden-states", "", "states would be missing"),
+    "hooks in graphs": ("H1 hidden states", "error", "--forward-hooks [] --disable-radix-cache", "", "states would be missing"),
+    "a file of flags": ("plan", "warning", "--config x.yaml", "", "not read here"),
+    "context beyond the draft": ("W5 positions", "error", "--context-length 8192", "", "served is --context-length 8192"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_the_line_is_named(judged, fault):
+    name, verdict, added, removed, found = FAULTS[fault]
+    check = judged(added, removed)[name]
+    assert check.verdict == verdict
+    assert found in check.found
+    assert check.fix
+
+
+def test_every_rule_has_a_planted_fault():
+    assert {rule.expectation.id for rule in RULES} == {name for name, *_ in FAULTS.values()} - {"W5 positions"}
+
+
+def test_a_quantised_checkpoint_counts_as_well_as_the_flag(examined, write_target, tmp_path):
+    from tasks.doctor.examine import Request, examine
+
+    folder, target = sglang_draft().write(tmp_path / "draft"), write_target(quantization_config={"quant_method": "fp8"})
+    line = GOOD.format(draft=folder)
+
+    def verdict(added: str) -> str:
+        _, checks = examine(Request(folder, target, plan=line + added))
+        return {check.id: check for check in checks}["C9 quantisation"].verdict
+
+    assert verdict("") == "error"
+    assert verdict(" --speculative-draft-model-quantization unquant") == "ok"
+
+
+def test_another_type_of_the_target_is_an_error_where_the_line_says_nothing(tmp_path, write_target):
+    from tasks.doctor.examine import Request, examine
+
+    folder, target = sglang_draft().write(tmp_path / "draft"), write_target(torch_dtype="bfloat16")
+    _, checks = examine(Request(folder, target, plan=GOOD.format(draft=folder)))
+    assert {check.id: check for check in checks}["C10 served dtype"].verdict == "error"
+
+
+def test_aux_states_are_asked_of_a_release_that_has_them(judged):
+    added = "--enable-return-aux-hidden-states --disable-radix-cache"
+    assert judged(added)["H1 hidden states"].verdict == "ok"
+    assert "has no such flag" in judged(added, version="0.5.16")["H1 hidden states"].found
+
+
+def test_a_shorter_context_than_the_targets_makes_fewer_positions_enough(judged):
+    draft = sglang_draft()
+    draft.config["max_position_embeddings"] = 2048
+    assert judged("--context-length 4096", draft=draft)["W5 positions"].verdict == "error"
+    assert judged("--context-length 2048", draft=draft)["W5 positions"].verdict == "ok"
+
+
+def test_sglang_cannot_be_given_speculators_form(judged):
+    check = judged(draft=speculators_draft())["S4 draft path"]
+    assert check.verdict == "error"
+    assert "--fix OUT" in check.fix
+
+
+@pytest.mark.parametrize("line", ["vllm serve x", "python -m sglang.bench --x", "sglang serve 'x", ""])
+def test_what_starts_no_server_could_not_be_checked(line):
+    with pytest.raises(DraftlineError, match="--plan"):
+        CommandLine.parse(line)
+
+
+def test_a_release_before_the_table_is_no_verdict_on_the_draft(judged):
+    with pytest.raises(DraftlineError, match=r"SGLang 0\.5\.2: older than"):
+        judged(version="0.5.2")
