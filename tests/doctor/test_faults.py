@@ -213,3 +213,8 @@ def test_a_key_that_the_config_class_changes_is_named(tmp_path, monkeypatch):
     problems = lost_keys.lost_keys(tmp_path, {"vocab_size": 96, "eagle_config": {"use_aux_hidden_state": True}})
     assert len(problems) == 1
     assert "eagle_config is {'use_aux_hidden_state': True} in the file and None once" in problems[0]
+
+
+def test_every_check_has_a_planted_fault(examined):
+    elsewhere = {"C7 lost keys", "C8 capture", "H7 record"}  # planted by the tests above, one each
+    assert set(examined(sglang_draft(), transformers=True)) == {name for name, *_ in FAULTS.values()} | elsewhere
