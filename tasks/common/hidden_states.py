@@ -1,30 +1,38 @@
-"""Hidden states on disk: token-packed safetensors shards, a sidecar each, and a manifest with the contract.
+"""Hidden states on disk: shards of packed tokens, a table with a row a sample, and a manifest with the contract.
 
-    hidden_states/<split>/shard-00000.safetensors   aux [tokens, n_aux, H], last [tokens, H],
-                                                    input_ids int32 [tokens], loss_mask uint8 [tokens],
-                                                    sample_offsets int64 [samples + 1]
-    hidden_states/<split>/shard-00000.json          plan hash, SHA-256, one row of statistics a sample
-    hidden_states/<split>/manifest.json             format version, contract, storage dtype, shards
+    hidden_states/<split>/shard-00000.{safetensors,json}   states and their sidecar (tasks/common/shard.py)
+    hidden_states/<split>/samples.parquet                  the sidecars' columns, all shards in one table
+    hidden_states/<split>/manifest.json                    format version, contract, engine, shards, checksums
 
-No padding is stored. A shard counts as done when its sidecar exists, and the sidecar is renamed into
-place after the shard was, so a killed writer leaves nothing that looks whole.
+The format is described in infra/docs/hidden_states.md.
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+import fcntl
+import os
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.files import ARTIFACTS, read_json, replacing, sha256_file, write_json
+from tasks.common.shard import StoredShard, read_sidecar
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     import torch
 
 HIDDEN_STATES = ARTIFACTS / "hidden_states"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+TABLE, MANIFEST = "samples.parquet", "manifest.json"
+# Memory maps kept open by one reader: a shard more costs 0.1 ms to open again.
+_OPEN_SHARDS = 128
 
 
 @dataclass(frozen=True)
@@ -49,181 +57,194 @@ class Sample:
         return len(self.input_ids)
 
 
-@dataclass(frozen=True)
-class SampleRow:
-    """What is known of a stored sample without reading its states.
-
-    Attributes:
-        index: position within its shard.
-        rows: rows of aux and of last that were stored; must equal `tokens`.
-        aux_width: n_aux * H.
-        mask_tokens: tokens with loss mask 1.
-        num_nonfinite: NaN or Inf values in aux and last.
-        aux_norms: mean L2 norm over tokens, a value per slot.
-        last_norm: the same of the last state.
-        checksum: xxh3_128 over ids, mask, aux and last as stored.
-    """
-
-    id: str
-    shard: str
-    index: int
-    tokens: int
-    rows: int
-    aux_width: int
-    dtype: str
-    mask_tokens: int
-    num_nonfinite: int
-    aux_norms: tuple[float | None, ...]
-    last_norm: float | None
-    max_abs: float | None
-    checksum: str
-
-
-def describe(sample: Sample, shard: str, index: int) -> SampleRow:
-    """Statistics of a sample as stored; norms are None where values are not finite (JSON has no NaN)."""
-    import math
-
-    import torch
-    import xxhash
-
-    def finite(value: float) -> float | None:
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-
-    digest = xxhash.xxh3_128()
-    for tensor in (sample.input_ids, sample.loss_mask, sample.aux, sample.last):
-        digest.update(tensor.contiguous().view(torch.uint8).numpy())
-    aux, last = sample.aux.float(), sample.last.float()
-    return SampleRow(
-        id=sample.id,
-        shard=shard,
-        index=index,
-        tokens=len(sample.input_ids),
-        rows=min(len(aux), len(last)),
-        aux_width=aux.shape[1] * aux.shape[2],
-        dtype=str(sample.aux.dtype).removeprefix("torch."),
-        mask_tokens=int(sample.loss_mask.sum()),
-        num_nonfinite=int((~aux.isfinite()).sum() + (~last.isfinite()).sum()),
-        aux_norms=tuple(finite(v) for v in aux.norm(dim=-1).mean(0).tolist()),
-        last_norm=finite(last.norm(dim=-1).mean().item()),
-        max_abs=finite(max(aux.abs().max().item(), last.abs().max().item())),
-        checksum=digest.hexdigest(),
-    )
-
-
-def write_shard(folder: Path, name: str, samples: list[Sample], plan_sha256: str) -> None:
-    """Write a shard, then its sidecar: each to a partial file, fsynced and renamed.
+def close_split(
+    folder: Path, contract: Contract, storage_dtype: str, engine: dict[str, str | None], shards: Iterable[str]
+) -> None:
+    """Write table and manifest: what is not named there is not part of the split.
 
     Args:
-        folder: of the split.
-        name: 'shard-00000'.
-        samples: in the order of the plan.
-        plan_sha256: hash of what the shard was planned to hold; resume compares it.
+        engine: name and version of what computed the states.
     """
-    import torch
-    from safetensors.torch import save_file
-
-    offsets = torch.tensor([0] + [sample.num_tokens for sample in samples]).cumsum(0)
-    tensors = {
-        field: torch.cat([getattr(s, field) for s in samples]) for field in ("input_ids", "loss_mask", "aux", "last")
-    }
-    path = folder / f"{name}.safetensors"
-    with replacing(path) as partial:
-        save_file({**tensors, "sample_offsets": offsets}, partial)
-    rows = [asdict(describe(sample, name, index)) for index, sample in enumerate(samples)]
-    write_json(folder / f"{name}.json", {"plan_sha256": plan_sha256, "sha256": sha256_file(path), "samples": rows})
-
-
-def shard_is_done(folder: Path, name: str, plan_sha256: str) -> bool:
-    """Whether the shard was written whole under this very plan. Its bytes are the gate's to verify."""
-    sidecar = folder / f"{name}.json"
-    return (
-        sidecar.exists()
-        and (folder / f"{name}.safetensors").exists()
-        and read_json(sidecar)["plan_sha256"] == plan_sha256
-    )
-
-
-def write_manifest(folder: Path, contract: Contract, storage_dtype: str, engine: str, shards: Iterable[str]) -> None:
-    """Close a split: what is not named here is not part of it."""
-    write_json(
-        folder / "manifest.json",
-        {
-            "format_version": FORMAT_VERSION,
-            "contract": contract.model_dump(),
-            "storage_dtype": storage_dtype,
-            "engine": engine,
-            "shards": list(shards),
-        },
-    )
+    listed: list[dict[str, Any]] = []
+    tables = [_table_of(defaultdict(list), 0, contract)]  # the columns of a split without samples
+    for number, name in enumerate(shards):
+        sidecar = read_sidecar(folder, name)
+        table = _table_of(sidecar["samples"], number, contract)
+        tables.append(table)
+        listed.append(
+            {
+                "name": name,
+                "samples": len(table),
+                "tokens": sum(sidecar["samples"]["tokens"]),
+                "checksum": sidecar["checksum"],
+            }
+        )
+    with _alone(folder):
+        _write_table(folder / TABLE, tables)
+        write_json(
+            folder / MANIFEST,
+            {
+                "format_version": FORMAT_VERSION,
+                "contract": contract.model_dump(),
+                "storage_dtype": storage_dtype,
+                "engine": engine,
+                "samples": sum(shard["samples"] for shard in listed),
+                "tokens": sum(shard["tokens"] for shard in listed),
+                "samples_sha256": sha256_file(folder / TABLE),
+                "shards": listed,
+            },
+        )
 
 
 class HiddenStates:
-    """A split of dumped states, read sample by sample from memory-mapped shards."""
+    """A split of dumped states, memory-mapped: a sample is read when it is asked for, and nothing is copied.
+
+    Attributes:
+        contract: under which they were dumped.
+        table: a row a sample, in the order of the plan: id, shard (index into `shards`), index (within the shard),
+            start (first token in the shard), tokens, mask_tokens, num_nonfinite, max_abs, norm_slot_<s>, last_norm,
+            checksum. What could not be measured is null.
+        shards: name, samples, tokens and checksum of each.
+    """
 
     def __init__(self, folder: Path):
-        """Read manifest and sidecars, not the states.
+        """Read manifest and table, not the states.
 
         Raises:
-            DraftlineError: manifest or sidecar absent or of another format version.
+            DraftlineError: manifest or table absent, of another format version, or changed since it was written.
         """
-        manifest = read_json(folder / "manifest.json")
+        import pyarrow.parquet as pq
+
+        manifest = read_json(folder / MANIFEST)
         if manifest["format_version"] != FORMAT_VERSION:
             raise DraftlineError(
-                f"{folder / 'manifest.json'}: format_version {manifest['format_version']}, this code reads "
+                f"{folder / MANIFEST}: format_version {manifest['format_version']}, this code reads "
                 f"{FORMAT_VERSION}. Dump again: delete {HIDDEN_STATES}, then `dvc repro`."
+            )
+        table = folder / TABLE
+        if not table.exists() or sha256_file(table) != manifest["samples_sha256"]:
+            raise DraftlineError(
+                f"{table}: not the table that the manifest beside it was written with. Run `dvc repro`: the dump takes over "
+                f"all shards and writes the table again."
             )
         self.folder = folder
         self.contract = Contract.model_validate(manifest["contract"])
         self.storage_dtype: str = manifest["storage_dtype"]
-        self.shards: list[str] = manifest["shards"]
-
-    @cached_property
-    def samples(self) -> list[SampleRow]:
-        """One row a sample, in the order of the plan."""
-        return [
-            SampleRow(**row | {"aux_norms": tuple(row["aux_norms"])})
-            for shard in self.shards
-            for row in read_json(self.folder / f"{shard}.json")["samples"]
-        ]
+        self.engine: dict[str, str | None] = manifest["engine"]
+        self.shards: list[dict[str, Any]] = manifest["shards"]
+        self.table: pa.Table = pq.read_table(table, use_threads=False)
+        self._opened: OrderedDict[int, StoredShard] = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self.samples)
+        return len(self.table)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A worker process maps the shards itself."""
+        return {**self.__dict__, "_opened": OrderedDict()}
+
+    @cached_property
+    def ids(self) -> list[str]:
+        """Of every sample."""
+        return self.table.column("id").to_pylist()
+
+    @cached_property
+    def tokens(self) -> np.ndarray:
+        """Of every sample, int64 [samples]."""
+        return self.column("tokens")
+
+    def column(self, name: str) -> np.ndarray:
+        """A column of the table; null becomes NaN."""
+        return self.table.column(name).to_numpy()
 
     def read(self, index: int) -> Sample:
-        """States of sample `index` of `samples`."""
-        row = self.samples[index]
-        return self.read_from_shard(row.shard, row.index, row.id)
-
-    def read_from_shard(self, shard: str, index: int, sample_id: str) -> Sample:
-        """States of the sample at `index` of a shard.
+        """States of sample `index`: views of the file, or float32 where float8 is stored.
 
         Raises:
-            DraftlineError: the shard cannot be parsed or is shorter than its offsets say; names both.
+            DraftlineError: the shard cannot be parsed or is not there; names both.
         """
-        from safetensors import SafetensorError
-
-        path = self.folder / f"{shard}.safetensors"
-        try:
-            file = self._open(path)
-            start, end = file.get_slice("sample_offsets")[index : index + 2].tolist()
-            fields = {field: file.get_slice(field)[start:end] for field in ("input_ids", "loss_mask", "aux", "last")}
-        except (SafetensorError, OSError, ValueError) as error:
-            raise DraftlineError(
-                f"{path}: cannot be read (sample {sample_id}): {error}. Delete the shard and run `dvc repro`: only it is dumped again."
-            ) from None
-        return Sample(id=sample_id, **fields)
+        shard, start, end = self._place(index)
+        aux, last = shard.states(start, end)
+        return Sample(self._id(index), shard.input_ids[start:end], shard.loss_mask[start:end], aux, last)
 
     def read_tokens(self, index: int) -> tuple["torch.Tensor", "torch.Tensor"]:
         """Token ids and loss mask of sample `index`, without its states: int32 [T] and uint8 [T]."""
-        row = self.samples[index]
-        file = self._open(self.folder / f"{row.shard}.safetensors")
-        start, end = file.get_slice("sample_offsets")[row.index : row.index + 2].tolist()
-        return file.get_slice("input_ids")[start:end], file.get_slice("loss_mask")[start:end]
+        shard, start, end = self._place(index)
+        return shard.input_ids[start:end], shard.loss_mask[start:end]
 
-    def _open(self, path: Path):
-        from safetensors import safe_open
+    def open_shard(self, number: int) -> StoredShard:
+        """A shard of its own, kept open by nobody but the caller.
 
-        files = self.__dict__.setdefault("_files", {})
-        if path not in files:
-            files[path] = safe_open(path, framework="pt")
-        return files[path]
+        Raises:
+            SafetensorError, OSError: it cannot be parsed or is not there.
+        """
+        return StoredShard(self.folder / f"{self.shards[number]['name']}.safetensors")
+
+    @cached_property
+    def _starts(self) -> np.ndarray:
+        return self.column("start")
+
+    @cached_property
+    def _shard_of(self) -> np.ndarray:
+        return self.column("shard")
+
+    def _id(self, index: int) -> str:
+        return self.table.column("id")[index].as_py()
+
+    def _place(self, index: int) -> tuple[StoredShard, int, int]:
+        from safetensors import SafetensorError
+
+        number = int(self._shard_of[index])
+        if number not in self._opened:
+            try:
+                self._opened[number] = self.open_shard(number)
+            except (SafetensorError, OSError, KeyError) as error:
+                raise DraftlineError(
+                    f"{self.folder / self.shards[number]['name']}.safetensors: cannot be read (sample {self._id(index)}): "
+                    f"{error}. Delete the shard and run `dvc repro`: only it is dumped again."
+                ) from None
+            if len(self._opened) > _OPEN_SHARDS:
+                self._opened.popitem(last=False)
+        self._opened.move_to_end(number)
+        start = int(self._starts[index])
+        return self._opened[number], start, start + int(self.tokens[index])
+
+
+def _table_of(columns: dict[str, list], shard: int, contract: Contract) -> "pa.Table":
+    """A sidecar's columns as they stand in the table of the split."""
+    import pyarrow as pa
+
+    samples = len(columns["id"])
+    starts = np.cumsum([0, *columns["tokens"]], dtype=np.int64)[:-1]
+    numbers = [*(f"norm_slot_{slot}" for slot in range(len(contract.aux_layer_ids))), "last_norm"]
+    return pa.table(
+        {
+            "id": pa.array(columns["id"], pa.string()),
+            "shard": pa.array(np.full(samples, shard, np.int32)),
+            "index": pa.array(np.arange(samples, dtype=np.int32)),
+            "start": pa.array(starts),
+            **{name: pa.array(columns[name], pa.int64()) for name in ("tokens", "mask_tokens", "num_nonfinite")},
+            "max_abs": pa.array(columns["max_abs"], pa.float64()),
+            # A shard with fewer slots than the contract says is the gate's to find.
+            **{name: pa.array(columns.get(name, [None] * samples), pa.float64()) for name in numbers},
+            "checksum": pa.array(columns["checksum"], pa.string()),
+        }
+    )
+
+
+def _write_table(path: Path, tables: list["pa.Table"]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with replacing(path) as partial:
+        pq.write_table(pa.concat_tables(tables), partial)
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Ranks that finish together close the split one after the other."""
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)

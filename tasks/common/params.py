@@ -11,6 +11,7 @@ from tasks.common.errors import DraftlineError
 PARAMS = Path("params.yaml")
 Engine = Literal["transformers", "sglang"]
 Dtype = Literal["float32", "bfloat16", "float16"]
+StorageDtype = Literal["float32", "bfloat16", "float16", "float8"]
 Count = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -53,9 +54,11 @@ class Regenerate(Section):
 
 
 class Dump(Section):
-    storage_dtype: Dtype = "float32"
-    batch_tokens: Count = Field(4096, description="tokens, padding included, of one forward pass")
+    engine: Engine = Field("transformers", description="sglang: the kernels and the quantisation that will serve")
+    storage_dtype: StorageDtype = Field("float32", description="float8: e4m3 with a scale per token and slot")
+    batch_tokens: Count = Field(4096, description="tokens, padding included, of one forward pass (transformers)")
     shard_tokens: Count = Field(16384, description="tokens at which a shard is closed")
+    max_gigabytes: Annotated[float, Field(gt=0)] | None = Field(None, description="quota of the states; null: the disk")
 
 
 class TrainDraft(Section):
@@ -68,6 +71,9 @@ class TrainDraft(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     max_steps: Count = 200
     batch_tokens: Count = Field(1024, description="tokens of one packed batch (an optimiser step)")
+    data_workers: Annotated[int, Field(ge=0)] = Field(
+        0, description="processes that read ahead; 0 reads in the trainer"
+    )
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     checkpoint_every: Count = 50

@@ -35,7 +35,7 @@ def check_last_norm(states: HiddenStates, target: Path | None) -> Check:
         return want.not_applicable(str(error))
     if not len(states):
         return want.error("no samples.", "Dump again.")
-    rms, normed = rms_over_norm(states.read(0).last, weight)
+    rms, normed = rms_over_norm(states.read(0).last, weight, states.storage_dtype)
     found = f"last_is_normed {states.contract.last_is_normed}, rms of last / norm weight {rms:.4g}"
     if normed != states.contract.last_is_normed:
         fix = "Dump again; a last state after the final norm has rms 1, and the trainer norms no other twice."

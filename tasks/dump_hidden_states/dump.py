@@ -1,96 +1,76 @@
-"""Plan the shards of a split, compute those that are not there yet, close the split."""
+"""Plan the shards of a split, compute those that are not there yet, close the split.
 
+Under torchrun rank r of n computes shards r, r + n, r + 2n, ...: shards depend on the answers alone, so any rank can
+die and be run again alone, and another n takes over what is there. Whichever rank finds every shard done closes.
+"""
+
+import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.files import sha256_json
-from tasks.common.hidden_states import (
-    FORMAT_VERSION,
-    HIDDEN_STATES,
-    Sample,
-    shard_is_done,
-    write_manifest,
-    write_shard,
-)
-from tasks.common.params import Dump, Params
+from tasks.common.hidden_states import FORMAT_VERSION, HIDDEN_STATES, MANIFEST, TABLE, close_split
+from tasks.common.params import Params
 from tasks.common.progress import progress
 from tasks.common.responses import SPLITS, Response, read_responses
-from tasks.common.target import load_model, target_contract
+from tasks.common.shard import ShardPlan, shard_is_done
+from tasks.common.storage import bytes_per_token
+from tasks.common.target import target_contract
 from tasks.common.versions import result_versions
+from tasks.dump_hidden_states.engines import open_engine
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+@dataclass
+class SplitPlan:
+    """The shards of a split and which of them are missing; `mine` are those of this rank."""
 
-@dataclass(frozen=True)
-class PlannedShard:
-    """Which answers a shard holds; `sha256` covers their ids, tokens and masks, and all that their states depend on."""
-
-    name: str
-    sha256: str
-    responses: list[Response]
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(response.token_ids) for response in self.responses)
+    shards: dict[str, str] = field(default_factory=dict)  # name to plan hash, in order
+    missing: set[str] = field(default_factory=set)
+    mine: set[str] = field(default_factory=set)
+    samples: int = 0
+    tokens: int = 0
+    missing_tokens: int = 0
 
 
 def dump(params: Params) -> dict[str, dict[str, int]]:
-    """Write artifacts/hidden_states/{train,heldout}.
+    """Write artifacts/hidden_states/{train,heldout}, or this rank's shards of them.
 
     Returns:
         For each split: samples, tokens, bytes, shards, and how many shards were taken over.
 
     Raises:
-        DraftlineError: the disk cannot hold the states; names the options.
+        DraftlineError: disk or quota cannot hold the states; names the options.
     """
     contract = target_contract(params.contract)
-    totals: dict[str, dict[str, int]] = {}
-    missing: dict[str, set[str]] = {}
-    for split in SPLITS:
-        totals[split] = {"samples": 0, "tokens": 0, "shards": 0, "taken_over": 0}
-        missing[split] = set()
-        for shard in plan_shards(split, params, contract):
-            done = shard_is_done(HIDDEN_STATES / split, shard.name, shard.sha256)
-            totals[split]["samples"] += len(shard.responses)
-            totals[split]["tokens"] += shard.tokens
-            totals[split]["shards"] += 1
-            totals[split]["taken_over"] += done
-            if not done:
-                missing[split].add(shard.name)
-        totals[split]["bytes"] = totals[split]["tokens"] * bytes_per_token(contract, params.dump.storage_dtype)
-    _require_disk(sum(part["bytes"] for part in totals.values()), HIDDEN_STATES)
-    capture = _capture(params, contract) if any(missing.values()) else None
-    for split in SPLITS:
-        folder = HIDDEN_STATES / split
-        with progress(total=totals[split]["tokens"], desc=f"dumping {split}", unit="tok") as bar:
-            for shard in plan_shards(split, params, contract):
-                if shard.name in missing[split]:
-                    _write(shard, folder, capture, params.dump)
-                bar.update(shard.tokens)
-        _remove_others(folder, totals[split]["shards"])
-        names = (_shard_name(index) for index in range(totals[split]["shards"]))
-        write_manifest(folder, contract, params.dump.storage_dtype, "transformers", names)
-    return totals
+    plans = {split: _plan(split, params, contract) for split in SPLITS}
+    token_bytes = bytes_per_token(len(contract.aux_layer_ids), contract.hidden_size, params.dump.storage_dtype)
+    _require_room(sum(plan.tokens for plan in plans.values()) * token_bytes, params)
+    if any(plan.mine for plan in plans.values()):
+        with open_engine(params, contract) as compute:
+            for split, plan in plans.items():
+                _compute(split, plan, compute, params, contract)
+    for split, plan in plans.items():
+        _close(HIDDEN_STATES / split, plan, params, contract)
+    return {
+        split: {
+            "samples": plan.samples,
+            "tokens": plan.tokens,
+            "shards": len(plan.shards),
+            "taken_over": len(plan.shards) - len(plan.missing),
+            "bytes": plan.tokens * token_bytes,
+        }
+        for split, plan in plans.items()
+    }
 
 
-def bytes_per_token(contract: Contract, storage_dtype: str) -> int:
-    """(n_aux + 1) * H values, and the token id and mask beside them."""
-    return (contract.aux_width + contract.hidden_size) * _BYTES[storage_dtype] + 5
-
-
-def plan_shards(split: str, params: Params, contract: Contract) -> Iterator[PlannedShard]:
+def plan_shards(split: str, params: Params, contract: Contract) -> Iterator[ShardPlan]:
     """Yield shards of about `shard_tokens` tokens in prompt order: a prompt that is added last leaves all but the last as they were."""
-    made_with = [
-        FORMAT_VERSION,
-        contract.model_dump(),
-        params.target.dtype,
-        params.dump.storage_dtype,
-        result_versions(),
-    ]
+    made_with = _made_with(params, contract)
     pending: list[Response] = []
     tokens = index = 0
     for response in read_responses(split):
@@ -103,63 +83,79 @@ def plan_shards(split: str, params: Params, contract: Contract) -> Iterator[Plan
         yield _planned(index, pending, made_with)
 
 
-def _planned(index: int, responses: list[Response], made_with: list) -> PlannedShard:
-    content = [[response.id, response.token_ids, response.loss_mask] for response in responses]
-    return PlannedShard(_shard_name(index), sha256_json([made_with, content]), responses)
+def _made_with(params: Params, contract: Contract) -> list[Any]:
+    """All that states depend on besides tokens."""
+    engine: list[Any] = [params.dump.engine]
+    if params.dump.engine == "sglang":
+        engine.append(params.serve.extra_args)
+    return [
+        FORMAT_VERSION,
+        contract.model_dump(),
+        params.target.dtype,
+        params.dump.storage_dtype,
+        engine,
+        result_versions(),
+    ]
 
 
-def _shard_name(index: int) -> str:
-    return f"shard-{index:05d}"
+def _planned(index: int, responses: list[Response], made_with: list[Any]) -> ShardPlan:
+    content = [(response.id, response.token_ids, response.loss_mask) for response in responses]
+    return ShardPlan.of(f"shard-{index:05d}", sha256_json([made_with, content]), content)
 
 
-def _capture(params: Params, contract: Contract) -> Callable[[list[list[int]]], list]:
-    from tasks.dump_hidden_states.capture import Capture
-
-    return Capture(load_model(params.target), contract.aux_layer_ids).run
-
-
-def _write(shard: PlannedShard, folder: Path, capture, params: Dump) -> None:
-    import torch
-
-    dtype = getattr(torch, params.storage_dtype)
-    samples: dict[str, Sample] = {}
-    for batch in _batches(shard.responses, params.batch_tokens):
-        for response, (aux, last) in zip(batch, capture([r.token_ids for r in batch]), strict=True):
-            samples[response.id] = Sample(
-                id=response.id,
-                input_ids=torch.tensor(response.token_ids, dtype=torch.int32),
-                loss_mask=torch.tensor(response.loss_mask, dtype=torch.uint8),
-                aux=aux.to("cpu", dtype),
-                last=last.to("cpu", dtype),
-            )
-    write_shard(folder, shard.name, [samples[response.id] for response in shard.responses], shard.sha256)
+def _plan(split: str, params: Params, contract: Contract) -> SplitPlan:
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    plan = SplitPlan()
+    for index, shard in enumerate(plan_shards(split, params, contract)):
+        plan.shards[shard.name] = shard.sha256
+        plan.samples += len(shard.ids)
+        plan.tokens += shard.tokens
+        if not shard_is_done(HIDDEN_STATES / split, shard.name, shard.sha256):
+            plan.missing.add(shard.name)
+            if index % ranks == rank:
+                plan.mine.add(shard.name)
+                plan.missing_tokens += shard.tokens
+    return plan
 
 
-def _batches(responses: list[Response], batch_tokens: int) -> Iterator[list[Response]]:
-    """Batches of similar lengths, at most `batch_tokens` with padding (a longer answer goes alone)."""
-    batch: list[Response] = []
-    for response in sorted(responses, key=lambda response: (-len(response.token_ids), response.id)):
-        if batch and (len(batch) + 1) * len(batch[0].token_ids) > batch_tokens:
-            yield batch
-            batch = []
-        batch.append(response)
-    yield batch
-
-
-def _remove_others(folder: Path, shards: int) -> None:
-    planned = {_shard_name(index) for index in range(shards)}
-    for path in folder.iterdir():
-        if path.stem not in planned and path.name != "manifest.json":
-            path.unlink()
-
-
-def _require_disk(needed: int, folder: Path) -> None:
+def _compute(split: str, plan: SplitPlan, compute, params: Params, contract: Contract) -> None:
+    folder = HIDDEN_STATES / split
     folder.mkdir(parents=True, exist_ok=True)
-    stored = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    free = shutil.disk_usage(folder).free
+    if plan.mine:  # no result stands beside partial work
+        (folder / MANIFEST).unlink(missing_ok=True)
+        (folder / TABLE).unlink(missing_ok=True)
+    shards = (shard for shard in plan_shards(split, params, contract) if shard.name in plan.mine)
+    with progress(total=plan.missing_tokens, desc=f"dumping {split}", unit="tok") as bar:
+        for shard in compute(folder, shards):
+            bar.update(shard.tokens)
+
+
+def _close(folder: Path, plan: SplitPlan, params: Params, contract: Contract) -> None:
+    missing = [name for name, sha256 in plan.shards.items() if not shard_is_done(folder, name, sha256)]
+    if missing:
+        print(f"{folder}: {len(missing)} shards of other ranks are missing, {missing[0]} first; the last rank closes.")
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in folder.iterdir():
+        if path.stem not in plan.shards and path.name not in (MANIFEST, TABLE):
+            path.unlink()
+    engine = {"name": params.dump.engine, "version": result_versions()[params.dump.engine]}
+    close_split(folder, contract, params.dump.storage_dtype, engine, plan.shards)
+
+
+def _require_room(needed: int, params: Params) -> None:
+    HIDDEN_STATES.mkdir(parents=True, exist_ok=True)
+    stored = sum(path.stat().st_size for path in HIDDEN_STATES.rglob("*") if path.is_file())
+    free = shutil.disk_usage(HIDDEN_STATES).free
+    quota = params.dump.max_gigabytes
     if needed > free + stored:
-        raise DraftlineError(
-            f"{folder}: the hidden states need {needed / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free. Options: "
-            f"dump.storage_dtype: bfloat16 (half of float32), fewer prompts (prompts.max_train), shorter answers "
-            f"(regenerate.max_new_tokens), or a larger disk mounted at {folder}."
-        )
+        limit = f"the disk has {free / 1e9:.1f} GB free"
+    elif quota is not None and needed > quota * 1e9:
+        limit = f"dump.max_gigabytes allows {quota:g} GB"
+    else:
+        return
+    raise DraftlineError(
+        f"{HIDDEN_STATES}: the hidden states need {needed / 1e9:.1f} GB, {limit}. Options: dump.storage_dtype: bfloat16 "
+        f"(half of float32) or float8 (a quarter), fewer prompts (prompts.max_train), shorter answers "
+        f"(regenerate.max_new_tokens), or a larger disk mounted at {HIDDEN_STATES}."
+    )

@@ -86,10 +86,10 @@ def shard_suite() -> list[gxe.Expectation]:
             meta=because("H6", "A shard that a killed writer left behind holds less than its index says.", _DUMP_SHARD),
         ),
         gxe.ExpectColumnPairValuesToBeEqual(
-            column_A="sha256",
-            column_B="recorded_sha256",
+            column_A="checksum",
+            column_B="recorded_checksum",
             severity="critical",
-            description="Every shard has the SHA-256 that was recorded when it was written",
+            description="Every shard has the checksum that was recorded when it was written",
             meta=because(
                 "H6",
                 "One changed byte in a file of states is a wrong number in training and nothing else.",
@@ -141,11 +141,11 @@ def state_suite(params: Params, contract: Contract, norms: dict[str, tuple[float
             meta=because("H6", "A flipped byte is a wrong number in training and nothing else.", _DUMP_SHARD),
         ),
         gxe.ExpectColumnValuesToBeInSet(
-            column="sidecar_differs",
+            column="table_differs",
             value_set=[""],
             severity="critical",
-            description="The sidecar's statistics are those of the states",
-            meta=because("H6", "Training plans its batches by the sidecar.", _DUMP_SHARD),
+            description="The recorded statistics are those of the states",
+            meta=because("H6", "Training plans its batches by them.", _DUMP_SHARD),
         ),
         gxe.ExpectColumnPairValuesToBeEqual(
             column_A="rows",

@@ -34,7 +34,7 @@ def replay(params: Params, contract: Contract, splits: dict[str, HiddenStates], 
     model = load_model(params.target) if chosen else None
     rows: list[dict[str, Any]] = []
     for place in progress(chosen, total=len(chosen), desc="replaying through the target", unit="sample"):
-        sample = splits[place.split].read_from_shard(place.shard, place.index, place.id)
+        sample = splits[place.split].read(place.index)
         rows += _compare(model, sample, contract, params.gates.max_relative_error)
     return pd.DataFrame(rows, columns=_COLUMNS)
 
@@ -42,9 +42,7 @@ def replay(params: Params, contract: Contract, splits: dict[str, HiddenStates], 
 @dataclass(frozen=True)
 class _Place:
     split: str
-    shard: str
     index: int
-    id: str
 
 
 def _spread(states: pd.DataFrame, split: str, contract: Contract, count: int) -> list[_Place]:
@@ -57,8 +55,7 @@ def _spread(states: pd.DataFrame, split: str, contract: Contract, count: int) ->
     usable = states[(states["split"] == split) & whole].sort_values(["tokens", "id"])
     count = min(count, len(usable))
     places = [round(i * (len(usable) - 1) / max(count - 1, 1)) for i in range(count)]
-    columns = ["split", "shard", "index", "id"]
-    return [_Place(*values) for values in usable.iloc[places][columns].itertuples(index=False)]
+    return [_Place(*values) for values in usable.iloc[places][["split", "index"]].itertuples(index=False)]
 
 
 def _compare(model: torch.nn.Module, sample: Sample, contract: Contract, limit: float) -> Iterator[dict[str, Any]]:

@@ -1,13 +1,21 @@
 """Hidden states as packed batches, in an order that depends on the seed and the epoch alone."""
 
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
 
 from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import HiddenStates
 from tasks.common.packing import PackedSamples
+
+# Batches that are filled at the same time. More would fill them better and make the last ones of short samples alone.
+_OPEN_BATCHES = 64
 
 
 @dataclass(frozen=True)
@@ -22,8 +30,11 @@ class Batch:
     samples: PackedSamples
     target_argmax: torch.Tensor
 
+    def to(self, device: str) -> "Batch":
+        return Batch(self.samples.to(device), self.target_argmax.to(device))
 
-class DraftData:
+
+class DraftData(Dataset):
     """The samples of one split that supervise something; states are read with their batch, never all at once."""
 
     def __init__(self, states: HiddenStates, target_argmax: np.ndarray, batch_tokens: int, device: str):
@@ -36,36 +47,106 @@ class DraftData:
         """
         self.states, self.batch_tokens, self.device = states, batch_tokens, device
         self.target_argmax = target_argmax
-        self.starts = np.cumsum([0, *(row.tokens for row in states.samples)])
+        self.starts = np.cumsum([0, *states.tokens])
         # The draft predicts from the third token on, and only what the assistant wrote.
-        self.usable = [index for index in range(len(states)) if bool(states.read_tokens(index)[1][2:].any())]
-        if not self.usable:
+        supervised = (bool(states.read_tokens(index)[1][2:].any()) for index in range(len(states)))
+        self.usable = np.flatnonzero(np.fromiter(supervised, bool, len(states)))
+        if not len(self.usable):
             raise DraftlineError(
                 f"{states.folder}: none of the {len(states)} samples has a supervised position (loss mask 1 beyond the second "
                 f"token): there is nothing to train on. The mask density of each is in reports/gates/hidden_states.json."
             )
 
-    def batches(self, order: list[int]) -> list[list[int]]:
-        """Pack samples in this order. A batch closes before it would exceed `batch_tokens`; no sample is dropped."""
-        batches: list[list[int]] = []
-        room = 0
-        for index in order:
-            tokens = self.states.samples[index].tokens
-            if not batches or tokens > room:
-                batches.append([])
-                room = self.batch_tokens
-            batches[-1].append(index)
-            room -= tokens
-        return batches
+    def batches(self, order: np.ndarray) -> list[list[int]]:
+        """Pack samples, taken in this order, into batches of at most `batch_tokens`; a longer sample goes alone."""
+        return pack(self.states.tokens, order, self.batch_tokens)
 
     def epoch(self, seed: int, epoch: int) -> list[list[int]]:
         """Batches of one pass over the split, shuffled by (seed, epoch)."""
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-        order = torch.randperm(len(self.usable), generator=generator).tolist()
-        return self.batches([self.usable[i] for i in order])
+        return self.batches(np.random.default_rng((seed, epoch)).permutation(self.usable))
 
     def read(self, indices: list[int]) -> Batch:
-        """Read and pack these samples."""
-        samples = PackedSamples.of([self.states.read(index) for index in indices], device=self.device)
+        """Read and pack these samples, on `device`."""
+        return self[indices].to(self.device)
+
+    def __getitem__(self, indices: list[int]) -> Batch:
+        """The same on the CPU, which is where worker processes read."""
+        samples = PackedSamples.of([self.states.read(index) for index in indices])
         argmax = np.concatenate([self.target_argmax[self.starts[i] : self.starts[i + 1]] for i in indices])
-        return Batch(samples, torch.from_numpy(argmax.astype(np.int64)).to(self.device))
+        return Batch(samples, torch.from_numpy(argmax.astype(np.int64)))
+
+
+def pack(tokens: np.ndarray, order: np.ndarray, batch_tokens: int) -> list[list[int]]:
+    """Batches of whole samples, best fit: a sample goes where it leaves the least room.
+
+    Args:
+        tokens: of every sample, int [samples].
+        order: indices of the samples to pack, in the order in which they are taken.
+    """
+    batches: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []  # of the open batches: (tokens left, number), ascending
+    for index in order.tolist():
+        needed = int(tokens[index])
+        place = bisect_left(rooms, (needed, -1))
+        if place < len(rooms):
+            room, number = rooms.pop(place)
+        else:
+            room, number = batch_tokens, len(batches)
+            batches.append([])
+            if len(rooms) == _OPEN_BATCHES:
+                rooms.pop(0)
+        batches[number].append(index)
+        if room > needed:
+            insort(rooms, (room - needed, number))
+    return batches
+
+
+class BatchStream:
+    """Batches of one split without end, epoch after epoch; between any two the position can be saved and taken up."""
+
+    def __init__(self, data: DraftData, seed: int, workers: int = 0):
+        """
+        Args:
+            workers: processes that read ahead; 0 reads in this one. The batches are the same.
+        """
+        self.data, self.seed, self.workers = data, seed, workers
+        self.epoch = self.batch = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        asked: deque[tuple[int, int]] = deque()  # positions behind the batches that are being read
+        loader = DataLoader(
+            self.data,
+            batch_size=None,
+            sampler=self._indices(asked),
+            collate_fn=_as_it_is,
+            num_workers=self.workers,
+            generator=torch.Generator(),  # else it draws from the global one
+        )
+        for batch in loader:
+            self.epoch, self.batch = asked.popleft()
+            yield batch.to(self.data.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the next batch is."""
+        return {"seed": self.seed, "epoch": self.epoch, "batch": self.batch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was taken; takes effect with the next `iter`."""
+        if state["seed"] != self.seed:
+            raise DraftlineError(
+                f"the position is of an order with seed {state['seed']}, this one has seed {self.seed}."
+            )
+        self.epoch, self.batch = state["epoch"], state["batch"]
+
+    def _indices(self, asked: deque[tuple[int, int]]) -> Iterator[list[int]]:
+        epoch, batch = self.epoch, self.batch
+        while True:
+            for indices in self.data.epoch(self.seed, epoch)[batch:]:
+                batch += 1
+                asked.append((epoch, batch))
+                yield indices
+            epoch, batch = epoch + 1, 0
+
+
+def _as_it_is(batch: Batch) -> Batch:
+    return batch

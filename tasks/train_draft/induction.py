@@ -88,14 +88,14 @@ def _sample(states: HiddenStates) -> tuple[torch.Tensor, torch.Tensor]:
 
     First tokens are left out: their states are those of an attention sink, hundreds of times larger than others.
     """
-    total = 0
-    for row in states.samples:
-        if row.num_nonfinite:
-            raise DraftlineError(
-                f"{states.folder}: sample {row.id} holds {row.num_nonfinite} values that are NaN or Inf. "
-                f"`python -m tasks.gate_hidden_states` lists all such samples; dump them again."
-            )
-        total += row.tokens
+    nonfinite = states.column("num_nonfinite")
+    if nonfinite.any():
+        first = int(nonfinite.argmax())
+        raise DraftlineError(
+            f"{states.folder}: sample {states.ids[first]} holds {nonfinite[first]} values that are NaN or Inf. "
+            f"`python -m tasks.gate_hidden_states` lists all such samples; dump them again."
+        )
+    total = int(states.tokens.sum())
     samples = [states.read(index) for index in range(0, len(states), max(1, -(-total // _MAX_TOKENS)))]
     return (
         torch.cat([sample.aux[1:].float() for sample in samples]),

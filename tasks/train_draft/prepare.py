@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from tasks.common.draft import Eagle3Draft
-from tasks.common.files import read_json, replacing, sha256_json, write_json
+from tasks.common.files import replacing, sha256_json, write_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.params import Params
 from tasks.common.target import TargetShape, load_config, model_folder
@@ -62,7 +62,7 @@ def prepare_training(params: Params, folder: Path) -> tuple[Trainer, dict]:
     facts = {
         split: {
             "samples": len(split_states),
-            "tokens": sum(row.tokens for row in split_states.samples),
+            "tokens": int(split_states.tokens.sum()),
             "supervised_tokens": int(counts[split].sum()),
             "vocabulary_coverage": round(shares[split], 6),
         }
@@ -104,8 +104,7 @@ def _key(params: Params, states: dict[str, HiddenStates]) -> str:
             "num_steps": params.serve.num_steps,
             "contract": states["train"].contract.model_dump(),
             "shards": {
-                split: [read_json(split_states.folder / f"{shard}.json")["sha256"] for shard in split_states.shards]
-                for split, split_states in states.items()
+                split: [shard["checksum"] for shard in split_states.shards] for split, split_states in states.items()
             },
         }
     )

@@ -67,7 +67,7 @@ def cache_target_argmax(states: HiddenStates, head: TargetHead, path: Path) -> n
         memory-mapped int32 over the tokens of the split, in its order; -1 where not needed.
     """
     if not path.exists():
-        total = sum(row.tokens for row in states.samples)
+        total = int(states.tokens.sum())
         partial = path.with_name(f".{path.name}.partial")
         argmax = np.lib.format.open_memmap(partial, mode="w+", dtype=np.int32, shape=(total,))
         argmax[:] = -1

@@ -11,7 +11,7 @@ from tasks.common.params import TrainDraft
 from tasks.common.vocab_map import VocabMap
 from tasks.train_draft.acceptance import Acceptance, measure
 from tasks.train_draft.checkpoints import Checkpoints
-from tasks.train_draft.data import Batch, DraftData
+from tasks.train_draft.data import Batch, BatchStream, DraftData
 from tasks.train_draft.loss import ttt_losses, weighted_loss
 from tasks.train_draft.target_head import RestrictedHead
 
@@ -53,12 +53,13 @@ class Trainer:
             num_steps: tokens drafted a round when served; predicted acceptance length is for this chain.
         """
         self.draft, self.head, self.vocab_map = draft, head, vocab_map
-        self.train, self.heldout = train, heldout
+        self.heldout = heldout
         self.params, self.num_steps, self.checkpoints = params, num_steps, checkpoints
         self.optimizer = torch.optim.AdamW(
             draft.parameters(), lr=params.learning_rate, weight_decay=params.weight_decay, fused=True
         )
-        self.step = self.epoch = self.batch = 0
+        self.batches = BatchStream(train, params.seed, params.data_workers)
+        self.step = 0
         self.curve: list[dict] = []
         if state := checkpoints.newest(vocab_map.inputs_sha256):
             self._restore(state)
@@ -70,13 +71,9 @@ class Trainer:
         Raises:
             DraftlineError: the loss is NaN or Inf; names the samples of the batch.
         """
-        batches = self.train.epoch(self.params.seed, self.epoch)
+        batches = iter(self.batches)
         while self.step < self.params.max_steps:
-            if self.batch == len(batches):
-                self.epoch, self.batch = self.epoch + 1, 0
-                batches = self.train.epoch(self.params.seed, self.epoch)
-            result = self._one_step(batches[self.batch])
-            self.batch += 1
+            result = self._one_step(next(batches))
             if result.heldout:
                 self._keep_if_best(result)
             if self.step % self.params.checkpoint_every == 0 and self.step < self.params.max_steps:
@@ -88,8 +85,7 @@ class Trainer:
         """The evaluation with the highest predicted acceptance length, with its step; the earlier of equals."""
         return max(self.curve, key=lambda point: point["heldout"]["predicted_accept_length"])
 
-    def _one_step(self, indices: list[int]) -> Step:
-        batch = self.train.read(indices)
+    def _one_step(self, batch: Batch) -> Step:
         losses = list(ttt_losses(self.draft, self.head, batch, self.params.ttt_length))
         loss = weighted_loss(losses)
         self._require_finite("loss", loss, batch)
@@ -138,8 +134,7 @@ class Trainer:
             "draft": self.draft.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
-            "epoch": self.epoch,
-            "batch": self.batch,
+            "data": self.batches.state_dict(),
             "curve": self.curve,
             "best_step": self.best["step"] if self.curve else None,
             "vocab_map_sha256": self.vocab_map.inputs_sha256,
@@ -148,5 +143,6 @@ class Trainer:
     def _restore(self, state: dict) -> None:
         self.draft.load_state_dict(state["draft"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self.step, self.epoch, self.batch = state["step"], state["epoch"], state["batch"]
+        self.step = state["step"]
+        self.batches.load_state_dict(state["data"])
         self.curve = state["curve"]

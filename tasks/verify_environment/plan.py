@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from tasks.common.contract import default_aux_layers
 from tasks.common.params import Params
+from tasks.common.storage import bytes_per_token
 from tasks.common.target import TargetShape
 from tasks.verify_environment.facts import Compute, TargetFacts
 from tasks.verify_environment.pace import (
@@ -203,7 +204,7 @@ class _Costs:
 
     def _state_bytes_per_token(self) -> int:
         """(n_aux + 1) x H values, and the token's id and mask."""
-        return (self._num_aux() + 1) * self.shape.hidden_size * _BYTES[self.params.dump.storage_dtype] + 5
+        return bytes_per_token(self._num_aux(), self.shape.hidden_size, self.params.dump.storage_dtype)
 
     def _draft_parameters(self) -> tuple[int, int]:
         """(fc, what each chain step runs through): the draft of contract section 3, whose embedding is the target's."""

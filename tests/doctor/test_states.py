@@ -4,8 +4,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tasks.common.hidden_states import Sample, write_manifest, write_shard
+from tasks.common.hidden_states import Sample
 from tests.doctor.checkpoints import HIDDEN, contract_of, not_fine, sglang_draft
+from tests.stored import write_split
 
 
 @pytest.fixture
@@ -27,11 +28,7 @@ def dump(tmp_path, write_target):
             last=normed if last is None else last(states, normed, weight),
         )
         folder = tmp_path / "states" / "train"
-        folder.mkdir(parents=True)
-        write_shard(folder, "shard-00000", [sample], "p")
-        write_manifest(
-            folder, contract_of("llama").model_copy(update=changes), "float32", "transformers", ["shard-00000"]
-        )
+        write_split(folder, contract_of("llama").model_copy(update=changes), [[sample]])
         return folder.parent
 
     return write

@@ -1,11 +1,13 @@
 import pytest
 import torch
 
+from tasks.common import shard as shard_module
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_json, write_jsonl
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.responses import RESPONSES, Response
 from tasks.common.target import load_model, target_contract
+from tasks.common.versions import result_versions
 from tasks.dump_hidden_states import dump as dump_module
 from tasks.dump_hidden_states.dump import dump
 
@@ -35,7 +37,7 @@ def test_states_are_layer_outputs_and_the_normed_last_state(params):
     layers = target_contract(params.contract).aux_layer_ids
     assert layers == (1, 3, 4)
     states = HiddenStates(HIDDEN_STATES / "train")
-    assert [row.id for row in states.samples] == [r.id for r in responses if r.id.startswith("train")]
+    assert states.ids == [r.id for r in responses if r.id.startswith("train")]
     for index, response in enumerate(responses[:6]):
         sample = states.read(index)
         with torch.no_grad():
@@ -53,7 +55,7 @@ def test_no_padding_is_stored(params):
     dump(params)
     tokens = sum(len(r.token_ids) for r in responses if r.id.startswith("train"))
     states = HiddenStates(HIDDEN_STATES / "train")
-    assert sum(len(states.read(i).aux) for i in range(len(states))) == tokens == sum(row.rows for row in states.samples)
+    assert sum(len(states.open_shard(i).aux) for i in range(len(states.shards))) == tokens == states.tokens.sum()
 
 
 def test_a_killed_dump_goes_on_with_the_missing_shards(params, monkeypatch):
@@ -64,8 +66,10 @@ def test_a_killed_dump_goes_on_with_the_missing_shards(params, monkeypatch):
     (HIDDEN_STATES / "train" / "manifest.json").unlink()
     (HIDDEN_STATES / "train" / ".shard-00002.safetensors.partial").write_bytes(b"cut off")
     written = []
-    real = dump_module.write_shard
-    monkeypatch.setattr(dump_module, "write_shard", lambda *args: (written.append(args[1]), real(*args)))
+    real = shard_module.ShardWriter.__enter__
+    monkeypatch.setattr(
+        shard_module.ShardWriter, "__enter__", lambda self: (written.append(self.plan.name), real(self))[1]
+    )
     dump(params)
     assert written == ["shard-00001"]
     assert {path: path.read_bytes() for path in HIDDEN_STATES.rglob("*") if path.is_file()} == before
@@ -90,7 +94,7 @@ def test_what_changes_the_states_dumps_everything_anew(params, tiny_params, tiny
             dump={"batch_tokens": 24, "shard_tokens": 20},
         )
     elif changed == "versions":
-        monkeypatch.setattr(dump_module, "result_versions", lambda: {"torch": "99"})
+        monkeypatch.setattr(dump_module, "result_versions", lambda: result_versions() | {"torch": "99"})
     else:
         monkeypatch.setattr(dump_module, "FORMAT_VERSION", 99)
     assert dump(params)["train"]["taken_over"] == 0
@@ -114,6 +118,24 @@ def test_a_disk_that_is_too_small_is_refused_before_the_start(params, monkeypatc
     assert not list(HIDDEN_STATES.rglob("*.safetensors"))
 
 
+def test_states_beyond_the_quota_are_refused_before_the_start(tiny_params, project):
+    write_responses(3)
+    with pytest.raises(DraftlineError, match=r"dump\.max_gigabytes allows 1e-05 GB\. Options: .*float8"):
+        dump(tiny_params(dump={"max_gigabytes": 1e-5}))
+    assert not list(HIDDEN_STATES.rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize("storage_dtype", ["bfloat16", "float8"])
+def test_states_are_stored_in_the_type_asked_for(project, tiny_params, storage_dtype):
+    write_responses(2)
+    totals = dump(tiny_params(dump={"storage_dtype": storage_dtype}))
+    states = HiddenStates(HIDDEN_STATES / "train")
+    assert states.storage_dtype == storage_dtype
+    assert totals["train"]["bytes"] == states.tokens.sum() * (
+        4 * 64 * {"bfloat16": 2, "float8": 1}[storage_dtype] + (16 if storage_dtype == "float8" else 0) + 5
+    )
+
+
 def test_a_format_of_another_version_is_refused(params):
     write_responses(1)
     dump(params)
@@ -127,6 +149,6 @@ def test_a_shard_that_cannot_be_read_is_named_with_its_sample(params):
     write_responses(2)
     dump(params)
     shard = HIDDEN_STATES / "train" / "shard-00000.safetensors"
-    shard.write_bytes(shard.read_bytes()[:200])
+    shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(DraftlineError, match=r"shard-00000.safetensors: cannot be read \(sample train-0\)"):
         HiddenStates(HIDDEN_STATES / "train").read(0)

@@ -5,10 +5,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.common.files import read_json, read_jsonl, write_json, write_jsonl
-from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, Sample, write_shard
+from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, Sample
 from tasks.common.params import ContractParams
 from tasks.common.responses import RESPONSES
 from tasks.dump_hidden_states.dump import dump
+from tests.stored import close_again, copy_of, write_shard
 
 TRAIN = HIDDEN_STATES / "train"
 SHARD = TRAIN / "shard-00000.safetensors"
@@ -18,18 +19,19 @@ SAME_AS_ANSWER = "Token ids and loss mask are those of the answer"
 
 
 def names(shard: str = "shard-00000") -> list[str]:
-    return [row["id"] for row in read_json(TRAIN / f"{shard}.json")["samples"]]
+    return read_json(TRAIN / f"{shard}.json")["samples"]["id"]
 
 
-def rewrite(number: int, change) -> str:
-    """Write the first shard again, checksums and all, with one sample changed; returns its id."""
+def rewrite(change, *numbers: int) -> list[str]:
+    """Write the first shard again, checksums and all, with some samples changed (no number: all); returns their ids."""
     states = HiddenStates(TRAIN)
-    samples = [states.read_from_shard("shard-00000", i, name) for i, name in enumerate(names())]
-    # Clones, since the shard that they are read from is replaced.
-    samples = [Sample(s.id, s.input_ids.clone(), s.loss_mask.clone(), s.aux.clone(), s.last.clone()) for s in samples]
-    samples[number] = change(samples[number])
+    samples = [copy_of(states.read(number)) for number in range(len(names()))]
+    numbers = numbers or tuple(range(len(samples)))
+    for number in numbers:
+        samples[number] = change(samples[number])
     write_shard(TRAIN, "shard-00000", samples, read_json(TRAIN / "shard-00000.json")["plan_sha256"])
-    return samples[number].id
+    close_again(states)
+    return [samples[number].id for number in numbers]
 
 
 def change_first(tensor: torch.Tensor, value: float) -> torch.Tensor:
@@ -53,19 +55,21 @@ def test_verdict_and_page_are_the_same_bytes_again(run, judge):
 
 def test_a_flipped_byte_names_the_sample(run, judge):
     states = HiddenStates(TRAIN)
-    sample = states.read_from_shard("shard-00000", 1, names()[1])
+    sample = states.read(1)
     value = sample.aux[-1, 0, :4].numpy().tobytes()  # the first rows are alike in all samples
     content = bytearray(SHARD.read_bytes())
     content[content.index(value)] ^= 1
     SHARD.write_bytes(content)
     verdict = judge("hidden_states")
     assert verdict.samples(WRITTEN) == [names()[1]]
-    assert verdict.samples("Every shard has the SHA-256 that was recorded when it was written") == ["train/shard-00000"]
+    assert verdict.samples("Every shard has the checksum that was recorded when it was written") == [
+        "train/shard-00000"
+    ]
     assert names()[1] in verdict.error
 
 
 def test_a_nan_names_the_sample(run, judge):
-    broken = rewrite(2, lambda s: replace(s, aux=change_first(s.aux, float("nan"))))
+    [broken] = rewrite(lambda s: replace(s, aux=change_first(s.aux, float("nan"))), 2)
     verdict = judge("hidden_states")
     assert verdict.samples("Every state is finite") == [broken]
     assert WRITTEN not in verdict.outcome("failed")
@@ -92,7 +96,8 @@ def test_states_of_another_layer_are_found_by_replay_which_names_it(run, judge, 
     honest = {split: read_json(HIDDEN_STATES / split / "manifest.json") for split in ("train", "heldout")}
     dump(params.model_copy(update={"contract": ContractParams(aux_layer_ids=(1, 2, 4))}))
     for split, manifest in honest.items():
-        write_json(HIDDEN_STATES / split / "manifest.json", manifest)
+        path = HIDDEN_STATES / split / "manifest.json"
+        write_json(path, read_json(path) | {"contract": manifest["contract"]})
     verdict = judge("hidden_states", gates={"replay_samples": 2})
     assert verdict.outcome("failed") == [REPLAYED]
     assert {name.split(maxsplit=1)[1] for name in verdict.samples(REPLAYED)} == {"slot 1"}
@@ -100,7 +105,7 @@ def test_states_of_another_layer_are_found_by_replay_which_names_it(run, judge, 
 
 
 def test_rows_that_a_batch_mixed_up_are_found_by_replay(run, judge):
-    mixed = rewrite(0, lambda s: replace(s, last=s.last.roll(1, 0)))
+    [mixed] = rewrite(lambda s: replace(s, last=s.last.roll(1, 0)), 0)
     verdict = judge("hidden_states", gates={"replay_samples": 8})
     assert verdict.outcome("failed") == [REPLAYED]
     assert verdict.samples(REPLAYED) == [f"{mixed} last"]
@@ -117,7 +122,7 @@ def test_a_shard_that_cannot_be_read_is_named_with_its_samples(run, judge, break
 
 def test_an_answer_without_states_is_named(run, judge):
     manifest = read_json(TRAIN / "manifest.json")
-    lost = sorted(names(manifest["shards"].pop()))
+    lost = sorted(names(manifest["shards"].pop()["name"]))
     write_json(TRAIN / "manifest.json", manifest)
     assert judge("hidden_states").samples("Every answer has exactly one stored sample") == lost
 
@@ -138,12 +143,12 @@ def test_states_of_other_tokens_are_named(run, judge):
 
 
 def test_a_mask_of_zeros_is_named(run, judge):
-    unmasked = rewrite(1, lambda s: replace(s, loss_mask=s.loss_mask * 0))
+    [unmasked] = rewrite(lambda s: replace(s, loss_mask=s.loss_mask * 0), 1)
     assert judge("hidden_states").samples("Every sample has a token to learn from") == [unmasked]
 
 
 def test_a_last_state_without_the_final_norm_is_named(run, judge):
-    raw = rewrite(0, lambda s: replace(s, last=s.last * 1.2))
+    [raw] = rewrite(lambda s: replace(s, last=s.last * 1.2), 0)
     verdict = judge("hidden_states")
     assert verdict.outcome("failed") == ["The last state has the rms of one that went through the final norm"]
     assert verdict.samples("The last state has the rms of one that went through the final norm") == [raw]
@@ -155,29 +160,31 @@ def test_a_slot_of_zeros_is_named(run, judge):
         sample.aux[:, 1] = 0
         return sample
 
-    empty = rewrite(2, without_slot_1)
+    [empty] = rewrite(without_slot_1, 2)
     verdict = judge("hidden_states")
     assert verdict.outcome("failed") == ["The norm of slot 1 (layer 3) is like that of the other samples"]
     assert verdict.samples("The norm of slot 1 (layer 3) is like that of the other samples") == [empty]
 
 
 def test_one_layers_width_points_at_a_server_started_with_eagle(run, judge):
-    rewrite(0, lambda s: s)
-    states = HiddenStates(TRAIN)
-    samples = [states.read_from_shard("shard-00000", i, name) for i, name in enumerate(names())]
-    narrow = [
-        Sample(s.id, s.input_ids.clone(), s.loss_mask.clone(), s.aux[:, :1].clone(), s.last.clone()) for s in samples
-    ]
-    write_shard(TRAIN, "shard-00000", narrow, "")
+    rewrite(lambda s: replace(s, aux=s.aux[:, :1].clone()))
     verdict = judge("hidden_states")
     assert verdict.samples("Aux states are 3 layers of 64 wide") == names()
     assert "--speculative-algorithm EAGLE3" in verdict.error
 
 
-def test_a_sidecar_that_says_otherwise_is_named(run, judge):
+def test_statistics_that_are_not_those_of_the_states_name_the_sample(run, judge):
+    states = HiddenStates(TRAIN)
     sidecar = read_json(TRAIN / "shard-00000.json")
-    sidecar["samples"][1]["mask_tokens"] += 1
+    sidecar["samples"]["mask_tokens"][1] += 1
     write_json(TRAIN / "shard-00000.json", sidecar)
+    close_again(states)
     verdict = judge("hidden_states")
-    assert verdict.outcome("failed") == ["The sidecar's statistics are those of the states"]
-    assert verdict.samples("The sidecar's statistics are those of the states") == [names()[1]]
+    assert verdict.outcome("failed") == ["The recorded statistics are those of the states"]
+    assert verdict.samples("The recorded statistics are those of the states") == [names()[1]]
+
+
+def test_a_table_that_was_edited_is_refused(run, judge):
+    table = TRAIN / "samples.parquet"
+    table.write_bytes(table.read_bytes()[:-1] + b"x")
+    assert "samples.parquet: not the table that the manifest beside it was written with" in judge("hidden_states").error

@@ -5,33 +5,30 @@ import torch
 
 from tasks.common.files import ARTIFACTS, write_jsonl
 from tasks.common.responses import RESPONSES, Response
+from tasks.common.target import load_model
 from tasks.common.walk import correct_drafts, round_starts, walk
 from tasks.dump_hidden_states.dump import dump
 from tasks.train_draft.acceptance import measure
 from tasks.train_draft.prepare import prepare_training
 
-SETTINGS = {"draft_vocab_size": 64, "max_steps": 30, "batch_tokens": 64, "warmup_steps": 2}
+SETTINGS = {"draft_vocab_size": 90, "max_steps": 30, "batch_tokens": 64, "warmup_steps": 2}
 
 
 @pytest.fixture
 def trainer(project, tiny_params):
-    """A draft after some steps: with no round accepting anything, every figure would be trivial."""
-    torch.manual_seed(0)
+    """A draft that has learnt its held-out answers by heart: with no round accepting anything, every figure would be trivial."""
+    params = tiny_params(train_draft=SETTINGS)
+    model = load_model(params.target)
+    prompts = [torch.randint(3, 60, (4 + n,), generator=torch.Generator().manual_seed(n)) for n in range(9)]
+    answers = [
+        model.generate(prompt[None], max_new_tokens=17, min_new_tokens=17, do_sample=False)[0, len(prompt) :].tolist()
+        for prompt in prompts
+    ]
     for split, count in (("train", 9), ("heldout", 5)):
         rows = [
-            Response(
-                f"{split}-{n}",
-                "chat",
-                [],
-                torch.randint(3, 60, (4 + n,)).tolist(),
-                [5, 6, 7, 8] * 4 + [n + 9],
-                "x",
-                "length",
-            )
-            for n in range(count)
+            Response(f"{split}-{n}", "chat", [], prompts[n].tolist(), answers[n], "x", "length") for n in range(count)
         ]
         write_jsonl(RESPONSES / f"{split}.jsonl", (row.to_row() for row in rows))
-    params = tiny_params(train_draft=SETTINGS)
     dump(params)
     trainer, _ = prepare_training(params, ARTIFACTS / "draft")
     for _ in trainer.steps():

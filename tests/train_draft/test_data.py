@@ -6,8 +6,9 @@ import torch
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
-from tasks.common.hidden_states import HiddenStates, Sample, write_manifest, write_shard
-from tasks.train_draft.data import DraftData
+from tasks.common.hidden_states import Sample
+from tasks.train_draft.data import BatchStream, DraftData, pack
+from tests.stored import write_split
 
 CONTRACT = Contract(
     architecture="LlamaForCausalLM",
@@ -30,10 +31,8 @@ def make_data(folder, lengths: list[int], batch_tokens: int = 32, supervised: bo
         ids = torch.randint(50, (tokens,), dtype=torch.int32)
         samples.append(Sample(f"s{number}", ids, mask, torch.randn(tokens, 2, 4), torch.randn(tokens, 4)))
     half = len(samples) // 2
-    write_shard(folder, "shard-00000", samples[:half], "plan")
-    write_shard(folder, "shard-00001", samples[half:], "plan")
-    write_manifest(folder, CONTRACT, "float32", "transformers", ["shard-00000", "shard-00001"])
-    return DraftData(HiddenStates(folder), np.arange(sum(lengths), dtype=np.int32), batch_tokens, "cpu")
+    states = write_split(folder, CONTRACT, [samples[:half], samples[half:]])
+    return DraftData(states, np.arange(sum(lengths), dtype=np.int32), batch_tokens, "cpu")
 
 
 def test_an_epoch_holds_every_sample_once(tmp_path):
@@ -44,11 +43,11 @@ def test_an_epoch_holds_every_sample_once(tmp_path):
 def test_a_batch_is_closed_before_it_would_grow_too_long(tmp_path):
     data = make_data(tmp_path, [5, 9, 12, 30, 7, 7, 20])
     for batch in data.epoch(0, 0):
-        assert sum(data.states.samples[index].tokens for index in batch) <= 32
+        assert data.states.tokens[batch].sum() <= 32
 
 
 def test_a_sample_longer_than_a_batch_is_trained_alone(tmp_path):
-    assert make_data(tmp_path, [5, 90, 6]).batches([0, 1, 2]) == [[0], [1], [2]]
+    assert make_data(tmp_path, [5, 90, 6]).batches(np.arange(3)) == [[0, 2], [1]]
 
 
 def test_order_follows_from_seed_and_epoch(tmp_path):
@@ -70,9 +69,45 @@ def test_a_batch_lays_its_samples_end_to_end(tmp_path):
     assert batch.target_argmax.tolist() == [*range(14, 26), *range(5)]
 
 
+def test_a_sample_goes_where_it_leaves_the_least_room():
+    tokens = np.array([20, 25, 7, 12])
+    assert pack(tokens, np.arange(4), 32) == [[0, 3], [1, 2]]
+
+
+def test_batches_of_many_samples_are_nearly_full():
+    tokens = np.random.default_rng(0).integers(10, 400, 5000)
+    batches = pack(tokens, np.random.default_rng(1).permutation(5000), 2048)
+    assert sorted(index for batch in batches for index in batch) == list(range(5000))
+    assert tokens.sum() / (2048 * len(batches)) > 0.98
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_goes_on_where_it_was_saved_within_an_epoch_and_at_its_end(tmp_path, workers):
+    data = make_data(tmp_path, [5, 9, 12, 30, 7, 7, 20])
+    in_epoch = len(data.epoch(3, 0))
+    whole = [data.read(batch) for epoch in (0, 1, 2) for batch in data.epoch(3, epoch)]
+    for saved in (1, in_epoch, in_epoch + 1):
+        first = BatchStream(data, seed=3, workers=workers)
+        batches = iter(first)
+        for _ in range(saved):
+            next(batches)
+        second = BatchStream(data, seed=3, workers=workers)
+        second.load_state_dict(first.state_dict())
+        for expected, batch in zip(whole[saved : saved + in_epoch], second, strict=False):
+            assert batch.samples.sample_ids == expected.samples.sample_ids
+            assert torch.equal(batch.samples.aux, expected.samples.aux)
+            assert torch.equal(batch.target_argmax, expected.target_argmax)
+
+
+def test_a_position_of_another_order_is_refused(tmp_path):
+    stream = BatchStream(make_data(tmp_path, [5, 9]), seed=1)
+    with pytest.raises(DraftlineError, match="seed 0, this one has seed 1"):
+        stream.load_state_dict({"seed": 0, "epoch": 0, "batch": 1})
+
+
 def test_samples_that_supervise_nothing_are_left_out(tmp_path):
     data = make_data(tmp_path, [2, 9, 12])  # of two tokens none is the third
-    assert data.usable == [1, 2]
+    assert data.usable.tolist() == [1, 2]
 
 
 def test_a_split_that_supervises_nothing_is_an_error(tmp_path):

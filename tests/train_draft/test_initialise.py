@@ -6,13 +6,14 @@ from safetensors.torch import load_file, save_file
 
 from tasks.common.draft import Eagle3Draft
 from tasks.common.files import write_json
-from tasks.common.hidden_states import HiddenStates, Sample, write_manifest, write_shard
+from tasks.common.hidden_states import HiddenStates, Sample
 from tasks.common.packing import PackedSamples
 from tasks.common.params import ContractParams
 from tasks.common.target import TargetShape, load_config, target_contract
 from tasks.common.target_weights import TargetWeights
 from tasks.common.vocab_map import VocabMap
 from tasks.train_draft.initialise import initialise
+from tests.stored import write_split
 
 VOCAB_MAP = VocabMap(torch.arange(3, 103, 2), 320, "test")
 
@@ -34,9 +35,7 @@ def states(project, tiny_model_folder) -> HiddenStates:
         aux = torch.randn(30, 3, 64, generator=generator)
         aux[:, 0] = embeddings[ids] @ rotation
         samples.append(Sample(f"copy-{n}", ids.int(), torch.ones(30, dtype=torch.uint8), aux, torch.zeros(30, 64)))
-    write_shard(project, "shard-00000", samples, "test")
-    write_manifest(project, target_contract(ContractParams()), "float32", "test", ["shard-00000"])
-    return HiddenStates(project)
+    return write_split(project, target_contract(ContractParams()), [samples])
 
 
 def new_draft(shape: TargetShape, weights: TargetWeights | None = None) -> Eagle3Draft:

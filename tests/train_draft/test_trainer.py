@@ -3,10 +3,11 @@ import torch
 
 from tasks.common.errors import DraftlineError
 from tasks.common.files import ARTIFACTS, read_json, write_json, write_jsonl
-from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, Sample, write_manifest, write_shard
+from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, Sample
 from tasks.common.responses import RESPONSES, Response
 from tasks.dump_hidden_states.dump import dump
 from tasks.train_draft.prepare import prepare_training, write_result
+from tests.stored import write_split
 
 DRAFT = ARTIFACTS / "draft"
 SETTINGS = {
@@ -141,8 +142,7 @@ def test_states_that_are_not_finite_name_their_sample(params, tiny_params, from_
     samples[4] = Sample(poisoned.id, poisoned.input_ids, poisoned.loss_mask, poisoned.aux * float("nan"), poisoned.last)
     for path in states.folder.iterdir():
         path.unlink()
-    write_shard(states.folder, "shard-00000", samples, "plan")
-    write_manifest(states.folder, states.contract, "float32", "transformers", ["shard-00000"])
+    write_split(states.folder, states.contract, [samples])
     with pytest.raises(DraftlineError, match=expected):
         train(tiny_params(train_draft=SETTINGS | {"init_from_target": from_target}))
 

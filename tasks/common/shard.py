@@ -1,0 +1,347 @@
+"""One shard of hidden states: a safetensors file written row by row, its checksums, its sidecar.
+
+    shard-00000.safetensors   sample_offsets int64 [samples + 1], input_ids int32 [tokens], aux_scale float32
+                              [tokens, n_aux] and last_scale float32 [tokens] (float8 alone), aux [tokens, n_aux, H],
+                              last [tokens, H], loss_mask uint8 [tokens]
+    shard-00000.json          plan hash, checksum, a column of values a statistic, one value a sample
+
+No padding is stored. Where a row lies is known before the first one is computed, so rows are written as they come,
+in any order. A shard counts as done when its sidecar exists, and the sidecar is renamed into place after the shard
+was, so a killed writer leaves nothing that looks whole.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tasks.common.errors import DraftlineError
+from tasks.common.files import read_json, replacing, write_atomically
+from tasks.common.storage import StoredRows, decode
+
+if TYPE_CHECKING:
+    import torch
+
+_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8": "F8_E4M3"}
+_WIDTHS = {"I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
+# A sample's checksum runs over these in this order.
+_HASHED = ("input_ids", "loss_mask", "aux", "aux_scale", "last", "last_scale")
+# Rows that are measured at once: 8 MB in float32 at H = 576 and three slots.
+_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What a shard will hold, known before a state of it is computed.
+
+    Attributes:
+        name: 'shard-00000'.
+        sha256: over ids, tokens, masks and all else that its states depend on; resume compares it.
+        ids: of the samples.
+        offsets: int64 [samples + 1], where each sample starts on the token axis.
+        input_ids: int32 [tokens].
+        loss_mask: uint8 [tokens].
+    """
+
+    name: str
+    sha256: str
+    ids: tuple[str, ...]
+    offsets: np.ndarray
+    input_ids: np.ndarray
+    loss_mask: np.ndarray
+
+    @classmethod
+    def of(cls, name: str, sha256: str, samples: list[tuple[str, list[int], list[int]]]) -> "ShardPlan":
+        """Lay (id, token ids, loss mask) end to end."""
+        ids, tokens, masks = zip(*samples, strict=True)
+        return cls(
+            name=name,
+            sha256=sha256,
+            ids=ids,
+            offsets=np.cumsum([0, *map(len, tokens)], dtype=np.int64),
+            input_ids=np.concatenate([np.asarray(t, np.int32) for t in tokens]),
+            loss_mask=np.concatenate([np.asarray(m, np.uint8) for m in masks]),
+        )
+
+    @property
+    def tokens(self) -> int:
+        return len(self.input_ids)
+
+    def sequence(self, index: int) -> list[int]:
+        """Token ids of one sample."""
+        return self.input_ids[self.offsets[index] : self.offsets[index + 1]].tolist()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each tensor of a shard lies in its file."""
+
+    tokens: int
+    samples: int
+    num_aux: int
+    hidden_size: int
+    storage_dtype: str
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Name to safetensors type and shape, in file order: wide types first, so that each is aligned."""
+        value = _SAFETENSORS[self.storage_dtype]
+        scales = {"aux_scale": ("F32", (self.tokens, self.num_aux)), "last_scale": ("F32", (self.tokens,))}
+        return {
+            "sample_offsets": ("I64", (self.samples + 1,)),
+            "input_ids": ("I32", (self.tokens,)),
+            **(scales if self.storage_dtype == "float8" else {}),
+            "aux": (value, (self.tokens, self.num_aux, self.hidden_size)),
+            "last": (value, (self.tokens, self.hidden_size)),
+            "loss_mask": ("U8", (self.tokens,)),
+        }
+
+    @cached_property
+    def header(self) -> bytes:
+        """Length and header of the safetensors format."""
+        described: dict[str, Any] = {}
+        end = 0
+        for name, (dtype, shape) in self.tensors.items():
+            start, end = end, end + _WIDTHS[dtype] * int(np.prod(shape))
+            described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+        text = json.dumps(described, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """First byte of each tensor in the file."""
+        starts, position = {}, len(self.header)
+        for name, (dtype, shape) in self.tensors.items():
+            starts[name] = position
+            position += _WIDTHS[dtype] * int(np.prod(shape))
+        return starts
+
+    @cached_property
+    def size(self) -> int:
+        """Bytes of the file."""
+        dtype, shape = self.tensors["loss_mask"]
+        return self.starts["loss_mask"] + _WIDTHS[dtype] * int(np.prod(shape))
+
+
+class ShardWriter:
+    """Writes a planned shard: `with ShardWriter(...) as shard: shard.write(0, rows)`; left whole or not at all.
+
+    Rows may come in any order and from several threads. On leaving: fsync, checksums of what was really written,
+    rename, sidecar.
+    """
+
+    def __init__(self, folder: Path, plan: ShardPlan, num_aux: int, hidden_size: int, storage_dtype: str):
+        self.plan = plan
+        self._layout = Layout(plan.tokens, len(plan.ids), num_aux, hidden_size, storage_dtype)
+        self._path = folder / f"{plan.name}.safetensors"
+        self._norms = np.zeros((plan.tokens, num_aux + 1), np.float32)
+        self._max_abs = np.zeros(plan.tokens, np.float32)
+        self._nonfinite = np.zeros(plan.tokens, np.int32)
+        self._written = np.zeros(plan.tokens, bool)
+
+    def __enter__(self) -> "ShardWriter":
+        self._replacing = replacing(self._path)
+        self._partial = self._replacing.__enter__()
+        self._file = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            os.posix_fallocate(self._file, 0, self._layout.size)  # a disk that is full says so now
+            self._put(0, self._layout.header)
+            known = {
+                "sample_offsets": self.plan.offsets,
+                "input_ids": self.plan.input_ids,
+                "loss_mask": self.plan.loss_mask,
+            }
+            for name, values in known.items():
+                self._put(self._layout.starts[name], values)
+        except BaseException as error:
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every token has its states."""
+        return bool(self._written.all())
+
+    def write(self, start: int, rows: StoredRows) -> None:
+        """Put rows, on the CPU, at tokens start, start + 1, ... of the shard."""
+        for name, tensor in rows.stored().items():
+            data = _bytes_of(tensor)
+            self._put(self._layout.starts[name] + start * (data.size // max(len(rows), 1)), data)
+        end = start + len(rows)
+        self._norms[start:end] = rows.norms.numpy()
+        self._max_abs[start:end] = rows.max_abs.numpy()
+        self._nonfinite[start:end] = rows.nonfinite.numpy()
+        self._written[start:end] = True
+
+    def __exit__(self, kind, error, traceback) -> None:
+        sidecar = None
+        try:
+            if kind is None:
+                self._require_complete()
+                sidecar = self._sidecar()
+        except BaseException as late:
+            os.close(self._file)
+            self._replacing.__exit__(type(late), late, late.__traceback__)
+            raise
+        os.close(self._file)
+        self._replacing.__exit__(kind, error, traceback)
+        if sidecar:
+            write_atomically(self._path.with_suffix(".json"), (json.dumps(sidecar, allow_nan=False) + "\n").encode())
+
+    def _put(self, position: int, data) -> None:
+        view = memoryview(data).cast("B")
+        while view:
+            written = os.pwrite(self._file, view, position)
+            view, position = view[written:], position + written
+
+    def _require_complete(self) -> None:
+        missing = np.flatnonzero(~self._written)
+        if len(missing):
+            sample = int(np.searchsorted(self.plan.offsets, missing[0], side="right")) - 1
+            raise DraftlineError(
+                f"{self._path}: {len(missing)} of {self.plan.tokens} tokens have no states, the first of them token "
+                f"{missing[0] - self.plan.offsets[sample]} of sample {self.plan.ids[sample]}. A prefix cache leaves out cached "
+                f"tokens: the server must run with --disable-radix-cache."
+            )
+
+    def _sidecar(self) -> dict[str, Any]:
+        shard = StoredShard(self._partial)
+        checksums = shard.sample_checksums(self.plan.offsets)
+        statistics = _per_sample(
+            self.plan.offsets, self._norms, self._max_abs, self._nonfinite, self.plan.loss_mask.astype(np.int64)
+        )
+        return {
+            "plan_sha256": self.plan.sha256,
+            "checksum": shard.checksum(checksums),
+            "samples": {
+                "id": list(self.plan.ids),
+                **{k: _plain(v) for k, v in statistics.items()},
+                "checksum": checksums,
+            },
+        }
+
+
+class StoredShard:
+    """A shard that is there, memory-mapped: its tensors are views of the file."""
+
+    def __init__(self, path: Path):
+        """
+        Raises:
+            SafetensorError, OSError: it cannot be parsed or is not there.
+        """
+        from safetensors import safe_open
+
+        with safe_open(path, framework="pt") as file:
+            self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        self.path = path
+        self.input_ids: torch.Tensor = self._tensors["input_ids"]
+        self.loss_mask: torch.Tensor = self._tensors["loss_mask"]
+        self.aux: torch.Tensor = self._tensors["aux"]
+        self.last: torch.Tensor = self._tensors["last"]
+        self.aux_scale: torch.Tensor | None = self._tensors.get("aux_scale")
+        self.last_scale: torch.Tensor | None = self._tensors.get("last_scale")
+
+    @property
+    def rows(self) -> int:
+        """Tokens of which everything is there."""
+        return min(len(tensor) for name, tensor in self._tensors.items() if name != "sample_offsets")
+
+    def states(self, start: int, end: int) -> tuple["torch.Tensor", "torch.Tensor"]:
+        """aux [n, n_aux, H] and last [n, H] of tokens start to end: views, or float32 where float8 is stored."""
+        aux_scale = None if self.aux_scale is None else self.aux_scale[start:end]
+        last_scale = None if self.last_scale is None else self.last_scale[start:end]
+        return decode(self.aux[start:end], aux_scale), decode(self.last[start:end], last_scale)
+
+    def sample_checksums(self, offsets: np.ndarray) -> list[str]:
+        """xxh3_128 of each sample: ids, mask, states and scales as stored."""
+        import xxhash
+
+        tensors = [self._tensors[name] for name in _HASHED if name in self._tensors]
+        hashed = [(_bytes_of(t), t.element_size() * t[:1].numel()) for t in tensors]
+        checksums = []
+        for start, end in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+            digest = xxhash.xxh3_128()
+            for data, width in hashed:
+                digest.update(data[start * width : end * width])
+            checksums.append(digest.hexdigest())
+        return checksums
+
+    def checksum(self, sample_checksums: list[str]) -> str:
+        """xxh3_128 over header, offsets and the samples' checksums: every byte of the file, read once."""
+        import xxhash
+
+        with open(self.path, "rb") as file:
+            length = file.read(8)
+            digest = xxhash.xxh3_128(length + file.read(int.from_bytes(length, "little")))
+        digest.update(_bytes_of(self._tensors["sample_offsets"]))
+        digest.update("".join(sample_checksums).encode())
+        return digest.hexdigest()
+
+    def statistics(self, offsets: np.ndarray) -> dict[str, np.ndarray]:
+        """What the sidecar says of each sample, measured again."""
+        states = (self.aux, self.last, self.aux_scale, self.last_scale)
+        rows = int(offsets[-1])
+        measured = [
+            StoredRows.measured(*(None if t is None else t[start : min(start + _ROWS_AT_ONCE, rows)] for t in states))
+            for start in range(0, rows, _ROWS_AT_ONCE)
+        ]
+        norms, max_abs, nonfinite = (
+            np.concatenate([getattr(rows, name).numpy() for rows in measured])
+            for name in ("norms", "max_abs", "nonfinite")
+        )
+        return _per_sample(offsets, norms, max_abs, nonfinite, self.loss_mask.numpy()[:rows].astype(np.int64))
+
+
+def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
+    """What `ShardWriter` wrote beside a shard."""
+    return read_json(folder / f"{name}.json")
+
+
+def shard_is_done(folder: Path, name: str, plan_sha256: str) -> bool:
+    """Whether the shard was written whole under this very plan. Its bytes are the gate's to verify."""
+    return (
+        (folder / f"{name}.json").exists()
+        and (folder / f"{name}.safetensors").exists()
+        and read_sidecar(folder, name)["plan_sha256"] == plan_sha256
+    )
+
+
+def _per_sample(
+    offsets: np.ndarray, norms: np.ndarray, max_abs: np.ndarray, nonfinite: np.ndarray, mask: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Columns of one value a sample from figures of one value a token; NaN where a mean is not finite."""
+    starts, tokens = offsets[:-1], np.diff(offsets)
+    with np.errstate(invalid="ignore"):
+        means = np.add.reduceat(norms.astype(np.float64), starts, axis=0) / tokens[:, None]
+    slots = {f"norm_slot_{slot}": _finite(means[:, slot]) for slot in range(norms.shape[1] - 1)}
+    return {
+        "tokens": tokens,
+        "mask_tokens": np.add.reduceat(mask, starts),
+        "num_nonfinite": np.add.reduceat(nonfinite, starts),
+        "max_abs": _finite(np.maximum.reduceat(max_abs, starts)),
+        **slots,
+        "last_norm": _finite(means[:, -1]),
+    }
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    """Rounded to what does not change with the number of threads; NaN where not finite."""
+    return np.array([float(f"{v:.6g}") if np.isfinite(v) else np.nan for v in values.tolist()])
+
+
+def _plain(values: np.ndarray) -> list:
+    """JSON has no NaN: None."""
+    return [None if value != value else value for value in values.tolist()]
+
+
+def _bytes_of(tensor: "torch.Tensor") -> np.ndarray:
+    """The tensor's memory, uint8 [bytes]; copied only where it is not in one piece."""
+    import torch
+
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy()

@@ -1,0 +1,215 @@
+"""The file of one shard: what it costs, what it holds, and that no change of it goes unnoticed."""
+
+import errno
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tasks.common import shard as shard_module
+from tasks.common.contract import Contract
+from tasks.common.errors import DraftlineError
+from tasks.common.files import read_json
+from tasks.common.hidden_states import HiddenStates, Sample
+from tasks.common.shard import ShardPlan, ShardWriter, StoredShard
+from tasks.common.storage import StoredRows, bytes_per_token
+from tests.stored import write_shard, write_split
+
+TYPES = ["float32", "bfloat16", "float16", "float8"]
+CONTRACT = Contract(
+    architecture="LlamaForCausalLM",
+    num_layers=8,
+    hidden_size=16,
+    vocab_size=50,
+    aux_layer_ids=(1, 3),
+    last_is_normed=True,
+    target_sha256="t",
+    tokenizer_sha256="k",
+)
+
+
+def make_samples(lengths=(5, 1, 9)) -> list[Sample]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        Sample(
+            f"s{number}",
+            torch.randint(50, (tokens,), generator=generator, dtype=torch.int32),
+            (torch.arange(tokens) % 2).to(torch.uint8),
+            torch.randn(tokens, 2, 16, generator=generator) * 10,
+            torch.randn(tokens, 16, generator=generator),
+        )
+        for number, tokens in enumerate(lengths)
+    ]
+
+
+def plan_of(samples: list[Sample]) -> ShardPlan:
+    return ShardPlan.of("shard-00000", "plan", [(s.id, s.input_ids.tolist(), s.loss_mask.tolist()) for s in samples])
+
+
+def rows_of(sample: Sample, storage_dtype: str = "float32") -> StoredRows:
+    return StoredRows.of(sample.aux, sample.last, storage_dtype)
+
+
+@pytest.mark.parametrize("storage_dtype", TYPES)
+def test_a_sample_is_read_as_it_was_written_within_the_stored_type(tmp_path, storage_dtype):
+    samples = make_samples()
+    states = write_split(tmp_path, CONTRACT, [samples[:2], samples[2:]], storage_dtype)
+    relative = {"float32": 0, "bfloat16": 2**-8, "float16": 2**-11, "float8": 2**-4}[storage_dtype]
+    for index, sample in enumerate(samples):
+        read = states.read(index)
+        assert (read.id, read.input_ids.tolist()) == (sample.id, sample.input_ids.tolist())
+        assert read.loss_mask.tolist() == sample.loss_mask.tolist()
+        for found, written in ((read.aux, sample.aux), (read.last, sample.last)):
+            largest = written.abs().amax(-1, keepdim=True)
+            # Below a float8's normal range steps are those of the range: 2^-10 of 448 that the largest value has.
+            assert ((found.float() - written).abs() <= relative * written.abs() + largest / 448 * 2**-10).all()
+
+
+@pytest.mark.parametrize("storage_dtype", TYPES)
+def test_the_size_calculator_is_right_to_the_byte(tmp_path, storage_dtype):
+    samples = make_samples((400, 600))
+    write_shard(tmp_path, "shard-00000", samples, "plan", storage_dtype)
+    header = len(shard_module.Layout(1000, 2, 2, 16, storage_dtype).header)
+    size = (tmp_path / "shard-00000.safetensors").stat().st_size
+    assert size == 1000 * bytes_per_token(2, 16, storage_dtype) + 8 * 3 + header
+
+
+def test_a_scale_a_token_and_slot_keeps_the_small_beside_the_large():
+    aux = torch.randn(4, 3, 64, generator=torch.Generator().manual_seed(0))
+    aux[0] *= 25_000  # an attention sink
+    aux[:, 1] *= 1e-3
+    aux[2, 2] = 0
+    rows = StoredRows.of(aux, aux[:, 0], "float8")
+    error = (rows.aux.float() * rows.aux_scale[..., None] - aux).norm(dim=-1)
+    assert (error <= 0.04 * aux.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("storage_dtype", TYPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_no_numbers_are_counted_in_every_type(tmp_path, storage_dtype, value):
+    samples = make_samples()
+    samples[2].last[4, 3] = value
+    states = write_split(tmp_path, CONTRACT, [samples], storage_dtype)
+    nonfinite = states.column("num_nonfinite")
+    assert nonfinite[:2].tolist() == [0, 0]
+    assert nonfinite[2] == (16 if storage_dtype == "float8" else 1)
+    assert np.isnan(states.column("last_norm")).tolist() == [False, False, True]
+
+
+def test_statistics_are_those_of_each_sample(tmp_path):
+    samples = make_samples()
+    states = write_split(tmp_path, CONTRACT, [samples])
+    for index, sample in enumerate(samples):
+        row = {name: values[index] for name, values in states.table.to_pydict().items()}
+        assert row["tokens"] == sample.num_tokens
+        assert row["mask_tokens"] == sample.loss_mask.sum()
+        assert row["norm_slot_1"] == pytest.approx(sample.aux[:, 1].norm(dim=-1).mean().item(), rel=1e-5)
+        assert row["last_norm"] == pytest.approx(sample.last.norm(dim=-1).mean().item(), rel=1e-5)
+        assert row["max_abs"] == pytest.approx(max(sample.aux.abs().max(), sample.last.abs().max()).item(), rel=1e-5)
+
+
+def test_any_safetensors_reader_reads_a_shard(tmp_path):
+    samples = make_samples()
+    write_shard(tmp_path, "shard-00000", samples, "plan", "bfloat16")
+    tensors = load_file(tmp_path / "shard-00000.safetensors")
+    assert tensors["sample_offsets"].tolist() == [0, 5, 6, 15]
+    assert torch.equal(tensors["aux"], torch.cat([s.aux for s in samples]).bfloat16())
+
+
+@pytest.mark.parametrize("storage_dtype", ["bfloat16", "float8"])
+def test_every_byte_of_the_file_is_under_the_checksum(tmp_path, storage_dtype):
+    write_shard(tmp_path, "shard-00000", make_samples(), "plan", storage_dtype)
+    path, recorded = tmp_path / "shard-00000.safetensors", read_json(tmp_path / "shard-00000.json")["checksum"]
+    whole = path.read_bytes()
+    offsets = np.array([0, 5, 6, 15])
+    unnoticed = []
+    for position in range(len(whole)):
+        path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
+        try:
+            shard = StoredShard(path)
+            found = shard.checksum(shard.sample_checksums(offsets))
+        except Exception:
+            continue  # it cannot even be parsed
+        if found == recorded:
+            unnoticed.append(position)
+    assert unnoticed == []
+
+
+def test_rows_may_come_in_any_order_and_in_pieces(tmp_path):
+    samples = make_samples()
+    write_shard(tmp_path / "whole", "shard-00000", samples, "plan")
+    (tmp_path / "pieces").mkdir()
+    with ShardWriter(tmp_path / "pieces", plan_of(samples), 2, 16, "float32") as shard:
+        last, first = rows_of(samples[2]), rows_of(samples[0])
+        shard.write(6 + 4, last[4:9])
+        shard.write(0, first)
+        shard.write(5, rows_of(samples[1]))
+        assert not shard.is_complete
+        shard.write(6, last[0:4])
+        assert shard.is_complete
+    for name in ("shard-00000.safetensors", "shard-00000.json"):
+        assert (tmp_path / "pieces" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_a_token_without_states_leaves_nothing_and_is_named(tmp_path):
+    samples = make_samples()
+    with (
+        pytest.raises(DraftlineError, match=r"2 of 15 tokens have no states, the first of them token 7 of sample s2"),
+        ShardWriter(tmp_path, plan_of(samples), 2, 16, "float32") as shard,
+    ):
+        shard.write(0, rows_of(samples[0]))
+        shard.write(5, rows_of(samples[1]))
+        shard.write(6, rows_of(samples[2])[0:7])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_met_before_the_first_state(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shard_module.os, "posix_fallocate", full)
+    with (
+        pytest.raises(DraftlineError, match="the disk is full"),
+        ShardWriter(tmp_path, plan_of(make_samples()), 2, 16, "float32"),
+    ):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reading_copies_nothing(tmp_path):
+    states = write_split(tmp_path, CONTRACT, [make_samples()])
+    first, again = states.read(2), states.read(2)
+    assert first.aux.data_ptr() == again.aux.data_ptr()
+    assert first.aux.data_ptr() == states.read(1).aux.data_ptr() + states.read(1).aux.nbytes
+
+
+def test_a_reader_travels_to_a_worker_without_its_maps(tmp_path):
+    states = write_split(tmp_path, CONTRACT, [make_samples()])
+    expected = states.read(1)
+    there = pickle.loads(pickle.dumps(states))
+    assert torch.equal(there.read(1).aux, expected.aux)
+
+
+def test_a_reader_keeps_few_shards_open(tmp_path, monkeypatch):
+    monkeypatch.setattr("tasks.common.hidden_states._OPEN_SHARDS", 2)
+    samples = make_samples((3, 4, 5, 6))
+    states = write_split(tmp_path, CONTRACT, [[sample] for sample in samples])
+    for index in (0, 1, 2, 0, 3):
+        assert torch.equal(states.read(index).aux, samples[index].aux)
+    assert list(states._opened) == [0, 3]
+
+
+def test_a_split_without_samples_can_be_opened(tmp_path):
+    assert len(write_split(tmp_path, CONTRACT, [])) == 0
+
+
+def test_the_manifest_says_what_was_computed_by_what(tmp_path):
+    write_split(tmp_path, CONTRACT, [make_samples()], "float8")
+    manifest = read_json(tmp_path / "manifest.json")
+    assert manifest["format_version"] == 2
+    assert manifest["contract"]["tokenizer_sha256"] == "k"
+    assert manifest["engine"] == {"name": "test", "version": None}
+    assert (manifest["storage_dtype"], manifest["samples"], manifest["tokens"]) == ("float8", 3, 15)
+    assert HiddenStates(tmp_path).engine == manifest["engine"]
