@@ -44,7 +44,7 @@ class ServerPlan:
         flags: the command line, without the weight version that the run adds.
     """
 
-    kind: Literal["speculative", "baseline"]
+    kind: Literal["speculative", "baseline", "states"]
     port: int
     startup_timeout_s: int
     device: str

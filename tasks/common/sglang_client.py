@@ -94,6 +94,24 @@ class SGLangClient:
             raise DraftlineError(f"{self.url}: the request was aborted: {answer['meta_info']['finish_reason']}")
         return completion
 
+    def prefill(self, sequences: list[list[int]], request_ids: list[str]) -> None:
+        """Run the target over whole sequences, as requests of these ids; what it would say next is dropped.
+
+        Raises:
+            DraftlineError: as `generate`, or tokens were found in the prefix cache, and so were not computed.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+        body = {"input_ids": sequences, "rid": request_ids, "sampling_params": sampling}
+        for answer in self._ask("POST", "/generate", json=body):
+            meta = answer["meta_info"]
+            if meta["finish_reason"]["type"] == "abort":
+                raise DraftlineError(f"{self.url}: request {meta['id']} was aborted: {meta['finish_reason']}")
+            if meta["cached_tokens"]:
+                raise DraftlineError(
+                    f"{self.url}: {meta['cached_tokens']} of {meta['prompt_tokens']} tokens of request {meta['id']} were found in the "
+                    f"prefix cache and not computed. The server must run with --disable-radix-cache."
+                )
+
     def flush_cache(self) -> None:
         """Empty the prefix cache; no request may be in flight."""
         self._ask("POST", "/flush_cache")

@@ -30,8 +30,6 @@ _SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8"
 _WIDTHS = {"I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
 # A sample's checksum runs over these in this order.
 _HASHED = ("input_ids", "loss_mask", "aux", "aux_scale", "last", "last_scale")
-# Rows that are measured at once: 8 MB in float32 at H = 576 and three slots.
-_ROWS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True)
@@ -128,6 +126,15 @@ class Layout:
         return self.starts["loss_mask"] + _WIDTHS[dtype] * int(np.prod(shape))
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """Statistics of each token of a shard, as `StoredRows` has them."""
+
+    norms: np.ndarray
+    max_abs: np.ndarray
+    nonfinite: np.ndarray
+
+
 class ShardWriter:
     """Writes a planned shard: `with ShardWriter(...) as shard: shard.write(0, rows)`; left whole or not at all.
 
@@ -139,9 +146,11 @@ class ShardWriter:
         self.plan = plan
         self._layout = Layout(plan.tokens, len(plan.ids), num_aux, hidden_size, storage_dtype)
         self._path = folder / f"{plan.name}.safetensors"
-        self._norms = np.zeros((plan.tokens, num_aux + 1), np.float32)
-        self._max_abs = np.zeros(plan.tokens, np.float32)
-        self._nonfinite = np.zeros(plan.tokens, np.int32)
+        self._measured = _Measured(
+            np.zeros((plan.tokens, num_aux + 1), np.float32),
+            np.zeros(plan.tokens, np.float32),
+            np.zeros(plan.tokens, np.int32),
+        )
         self._written = np.zeros(plan.tokens, bool)
 
     def __enter__(self) -> "ShardWriter":
@@ -174,9 +183,9 @@ class ShardWriter:
             data = _bytes_of(tensor)
             self._put(self._layout.starts[name] + start * (data.size // max(len(rows), 1)), data)
         end = start + len(rows)
-        self._norms[start:end] = rows.norms.numpy()
-        self._max_abs[start:end] = rows.max_abs.numpy()
-        self._nonfinite[start:end] = rows.nonfinite.numpy()
+        self._measured.norms[start:end] = rows.norms.numpy()
+        self._measured.max_abs[start:end] = rows.max_abs.numpy()
+        self._measured.nonfinite[start:end] = rows.nonfinite.numpy()
         self._written[start:end] = True
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -213,9 +222,7 @@ class ShardWriter:
     def _sidecar(self) -> dict[str, Any]:
         shard = StoredShard(self._partial)
         checksums = shard.sample_checksums(self.plan.offsets)
-        statistics = _per_sample(
-            self.plan.offsets, self._norms, self._max_abs, self._nonfinite, self.plan.loss_mask.astype(np.int64)
-        )
+        statistics = _per_sample(self.plan.offsets, self._measured, self.plan.loss_mask)
         return {
             "plan_sha256": self.plan.sha256,
             "checksum": shard.checksum(checksums),
@@ -285,17 +292,10 @@ class StoredShard:
 
     def statistics(self, offsets: np.ndarray) -> dict[str, np.ndarray]:
         """What the sidecar says of each sample, measured again."""
-        states = (self.aux, self.last, self.aux_scale, self.last_scale)
         rows = int(offsets[-1])
-        measured = [
-            StoredRows.measured(*(None if t is None else t[start : min(start + _ROWS_AT_ONCE, rows)] for t in states))
-            for start in range(0, rows, _ROWS_AT_ONCE)
-        ]
-        norms, max_abs, nonfinite = (
-            np.concatenate([getattr(rows, name).numpy() for rows in measured])
-            for name in ("norms", "max_abs", "nonfinite")
-        )
-        return _per_sample(offsets, norms, max_abs, nonfinite, self.loss_mask.numpy()[:rows].astype(np.int64))
+        states = (self.aux, self.last, self.aux_scale, self.last_scale)
+        measured = StoredRows.measured(*(None if tensor is None else tensor[:rows] for tensor in states))
+        return _per_sample(offsets, measured, self.loss_mask.numpy()[:rows])
 
 
 def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
@@ -312,32 +312,30 @@ def shard_is_done(folder: Path, name: str, plan_sha256: str) -> bool:
     )
 
 
-def _per_sample(
-    offsets: np.ndarray, norms: np.ndarray, max_abs: np.ndarray, nonfinite: np.ndarray, mask: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Columns of one value a sample from figures of one value a token; NaN where a mean is not finite."""
+def _per_sample(offsets: np.ndarray, rows: "StoredRows | _Measured", mask: np.ndarray) -> dict[str, np.ndarray]:
+    """Columns of one value a sample; NaN or infinite where the states are.
+
+    Args:
+        rows: norms [tokens, n_aux + 1], max_abs [tokens] and nonfinite [tokens], of a shard's tokens.
+    """
     starts, tokens = offsets[:-1], np.diff(offsets)
     with np.errstate(invalid="ignore"):
-        means = np.add.reduceat(norms.astype(np.float64), starts, axis=0) / tokens[:, None]
-    slots = {f"norm_slot_{slot}": _finite(means[:, slot]) for slot in range(norms.shape[1] - 1)}
+        means = np.add.reduceat(np.asarray(rows.norms, np.float64), starts, axis=0) / tokens[:, None]
     return {
         "tokens": tokens,
-        "mask_tokens": np.add.reduceat(mask, starts),
-        "num_nonfinite": np.add.reduceat(nonfinite, starts),
-        "max_abs": _finite(np.maximum.reduceat(max_abs, starts)),
-        **slots,
-        "last_norm": _finite(means[:, -1]),
+        "mask_tokens": np.add.reduceat(mask, starts, dtype=np.int64),
+        "num_nonfinite": np.add.reduceat(np.asarray(rows.nonfinite), starts, dtype=np.int64),
+        "max_abs": np.maximum.reduceat(np.asarray(rows.max_abs, np.float64), starts),
+        **{f"norm_slot_{slot}": means[:, slot] for slot in range(means.shape[1] - 1)},
+        "last_norm": means[:, -1],
     }
 
 
-def _finite(values: np.ndarray) -> np.ndarray:
-    """Rounded to what does not change with the number of threads; NaN where not finite."""
-    return np.array([float(f"{v:.6g}") if np.isfinite(v) else np.nan for v in values.tolist()])
-
-
 def _plain(values: np.ndarray) -> list:
-    """JSON has no NaN: None."""
-    return [None if value != value else value for value in values.tolist()]
+    """Numbers as JSON has them, rounded to what does not change with the number of threads; None for NaN and Inf."""
+    if values.dtype.kind == "i":
+        return values.tolist()
+    return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 def _bytes_of(tensor: "torch.Tensor") -> np.ndarray:

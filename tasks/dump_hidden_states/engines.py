@@ -1,5 +1,6 @@
 """Two engines behind one call: planned shards in, shards on the disk out."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,11 +17,34 @@ Compute = Callable[[Path, Iterable[ShardPlan]], Iterator[ShardPlan]]
 
 def open_engine(params: Params, contract: Contract) -> AbstractContextManager[Compute]:
     """`with open_engine(...) as compute: for shard in compute(folder, shards)`, for `params.dump.engine`."""
+    params = on_this_gpu(params)
     if params.dump.engine == "transformers":
         return _transformers(params, contract)
     from tasks.dump_hidden_states.sglang_engine import sglang_engine
 
     return sglang_engine(params, contract)
+
+
+def on_this_gpu(params: Params) -> Params:
+    """Under torchrun each rank of a host has a GPU of its own (or as many as its server spans) and a port of its own."""
+    local = int(os.environ.get("LOCAL_RANK", 0))
+    span = tensor_parallel_size(params.serve.extra_args) if params.dump.engine == "sglang" else 1
+    device = f"cuda:{local * span}" if params.target.device == "cuda" and local else params.target.device
+    return params.model_copy(
+        update={
+            "target": params.target.model_copy(update={"device": device}),
+            "serve": params.serve.model_copy(update={"port": params.serve.port + 2 * local}),
+        }
+    )
+
+
+def tensor_parallel_size(extra_args: tuple[str, ...]) -> int:
+    """GPUs that one server spans."""
+    for name, value in zip(extra_args, (*extra_args[1:], "1"), strict=True):
+        flag, _, inline = name.partition("=")
+        if flag in ("--tp", "--tp-size", "--tensor-parallel-size"):
+            return int(inline or value)
+    return 1
 
 
 @contextmanager

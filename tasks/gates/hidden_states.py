@@ -35,8 +35,18 @@ def build(params: Params) -> Gate:
     """
     contract = target_contract(params.contract)
     stored = read_stored_states(contract, TargetWeights(model_folder(params.target)).final_norm())
+    tables = stored_tables(stored, contract, params)
+    if params.gates.replay_samples:
+        replayed = replay(params, contract, stored.splits, stored.states)
+        shown = ("id", "tokens", "contract", "relative_error")
+        tables.append(Table("replay", "state", replayed, replay_suite(params.gates), shown=shown))
+    return Gate(tables, _figures(stored), list(_histograms(stored.states, contract)))
+
+
+def stored_tables(stored: StoredStates, contract: Contract, params: Params) -> list[Table]:
+    """What is judged of the files themselves."""
     states = stored.states
-    tables = [
+    return [
         Table(
             "contract",
             "field",
@@ -50,11 +60,6 @@ def build(params: Params) -> Gate:
         Table("samples", "sample", stored.samples, sample_suite()),
         Table("states", "sample", states, state_suite(params, contract, norm_limits(states))),
     ]
-    if params.gates.replay_samples:
-        replayed = replay(params, contract, stored.splits, states)
-        shown = ("id", "tokens", "contract", "relative_error")
-        tables.append(Table("replay", "state", replayed, replay_suite(params.gates), shown=shown))
-    return Gate(tables, _figures(stored), list(_histograms(states, contract)))
 
 
 def contract_suite() -> list[gxe.Expectation]:

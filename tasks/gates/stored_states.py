@@ -167,8 +167,9 @@ def _measure(
             "mask_density": found["mask_tokens"] / tokens,
             "smallest_id": np.minimum.reduceat(ids, starts),
             "largest_id": np.maximum.reduceat(ids, starts),
-            **{name: values for name, values in found.items() if name.startswith("norm_slot_")},
-            "last_norm": found["last_norm"],
+            **{
+                name: _or_missing(found[name]) for name in found if name.startswith("norm_slot_") or name == "last_norm"
+            },
             "checksum": shard.sample_checksums(offsets),
             "recorded_checksum": recorded["checksum"].to_numpy(),
             "table_differs": _differences(recorded, found),
@@ -202,12 +203,18 @@ def _stored_type(shard: StoredShard) -> str:
     return "float8" if name == "float8_e4m3fn" and shard.aux_scale is not None else name
 
 
+def _or_missing(values: np.ndarray) -> np.ndarray:
+    """NaN for what is not finite, as the table has it."""
+    return np.where(np.isfinite(values), values, np.nan)
+
+
 def _differences(recorded: pd.DataFrame, found: dict[str, np.ndarray]) -> list[str]:
     """Of each sample the statistics that the table has otherwise; the checksum has an expectation of its own."""
     differs = [""] * len(recorded)
     for name, now in found.items():
         then = recorded[name].to_numpy(float) if name in recorded else np.full(len(recorded), np.nan)
-        same = np.isclose(then, now.astype(float), rtol=1e-4, atol=0, equal_nan=True)  # threads change the last digits
+        now = _or_missing(now)
+        same = np.isclose(then, now, rtol=1e-4, atol=0, equal_nan=True)  # threads change the last digits
         for row in np.flatnonzero(~same):
             differs[row] += f"{', ' if differs[row] else ''}{name} {then[row]:g} recorded, {now[row]:g} now"
     return differs

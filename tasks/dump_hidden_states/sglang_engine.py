@@ -1,0 +1,87 @@
+"""Dump from a running SGLang: planned shards are sent as requests, the server's hooks write them."""
+
+import shutil
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from tasks.common.contract import Contract
+from tasks.common.errors import DraftlineError
+from tasks.common.params import PARAMS, Params
+from tasks.common.server import Server
+from tasks.common.server_session import LOGS
+from tasks.common.shard import ShardPlan, shard_is_done
+from tasks.dump_hidden_states.spool import ERROR, Destination
+from tasks.dump_hidden_states.states_plan import require_hooks, states_plan
+
+# Enough that the next pass always has its tokens waiting.
+_SHARDS_IN_FLIGHT = 8
+_WRITE_TIMEOUT_S = 600
+_POLL_S = 0.005
+
+
+@contextmanager
+def sglang_engine(params: Params, contract: Contract) -> Iterator:
+    """Yield `compute(folder, shards)`, as engines.py defines it, over a server that lives as long as the block.
+
+    Raises:
+        DraftlineError: the server cannot be started with hooks, or does not run with them.
+    """
+    spool = (LOGS / f"states-{params.serve.port}").absolute()
+    shutil.rmtree(spool, ignore_errors=True)
+    spool.mkdir(parents=True)
+    try:
+        with Server(states_plan(params, contract, spool)) as server:
+            require_hooks(server.server_info(), expected=len(contract.aux_layer_ids) + 1)
+            yield lambda folder, shards: _compute(server, spool, folder, _fitting(shards, params.serve.context_length))
+    finally:
+        shutil.rmtree(spool, ignore_errors=True)
+
+
+def _compute(server: Server, spool: Path, folder: Path, shards: Iterable[ShardPlan]) -> Iterator[ShardPlan]:
+    """Keep some shards in flight; yield each, in order, once it is on the disk."""
+    pool = ThreadPoolExecutor(_SHARDS_IN_FLIGHT)
+    waiting: deque[Future[ShardPlan]] = deque()
+    try:
+        for shard in shards:
+            if len(waiting) == _SHARDS_IN_FLIGHT:
+                yield waiting.popleft().result()
+            waiting.append(pool.submit(_dump, server, spool, Destination(shard, folder)))
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _dump(server: Server, spool: Path, destination: Destination) -> ShardPlan:
+    plan = destination.plan
+    spooled = destination.put(spool)
+    server.prefill([plan.sequence(index) for index in range(len(plan.ids))], destination.request_ids())
+    deadline = time.monotonic() + _WRITE_TIMEOUT_S
+    while not shard_is_done(destination.folder, plan.name, plan.sha256):
+        error = spool / ERROR
+        if error.exists():
+            raise DraftlineError(f"{destination.folder / plan.name}: the server's hooks failed: {error.read_text()}")
+        if time.monotonic() > deadline:
+            raise DraftlineError(
+                f"{destination.folder / plan.name}: all its requests were answered, but after {_WRITE_TIMEOUT_S} s it is not whole on "
+                f"the disk. Either hooks did not run for some tokens, or the disk is very slow. Log: {server.log}"
+            )
+        time.sleep(_POLL_S)
+    spooled.unlink()
+    return plan
+
+
+def _fitting(shards: Iterable[ShardPlan], context_length: int) -> Iterator[ShardPlan]:
+    for shard in shards:
+        longest = max(range(len(shard.ids)), key=lambda index: shard.offsets[index + 1] - shard.offsets[index])
+        tokens = int(shard.offsets[longest + 1] - shard.offsets[longest])
+        if tokens >= context_length:
+            raise DraftlineError(
+                f"{PARAMS}: sample {shard.ids[longest]} has {tokens} tokens; a server of serve.context_length {context_length} takes "
+                f"{context_length - 1} and answers one. Raise serve.context_length."
+            )
+        yield shard
