@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 from tasks.common.contract import Contract
@@ -40,7 +41,7 @@ def on_this_gpu(params: Params) -> Params:
 
 def tensor_parallel_size(extra_args: tuple[str, ...]) -> int:
     """GPUs that one server spans."""
-    for name, value in zip(extra_args, (*extra_args[1:], "1"), strict=True):
+    for name, value in pairwise((*extra_args, "1")):
         flag, _, inline = name.partition("=")
         if flag in ("--tp", "--tp-size", "--tensor-parallel-size"):
             return int(inline or value)
@@ -57,7 +58,7 @@ def _transformers(params: Params, contract: Contract) -> Iterator[Compute]:
     def compute(folder: Path, shards: Iterable[ShardPlan]) -> Iterator[ShardPlan]:
         for shard in shards:
             with ShardWriter(folder, shard, *sizes) as writer:
-                for batch in _batches(shard, params.dump.batch_tokens):
+                for batch in batches(shard, params.dump.batch_tokens):
                     states = capture.run([shard.sequence(index) for index in batch])
                     for index, (aux, last) in zip(batch, states, strict=True):
                         rows = StoredRows.of(aux, last, params.dump.storage_dtype)
@@ -67,7 +68,7 @@ def _transformers(params: Params, contract: Contract) -> Iterator[Compute]:
     yield compute
 
 
-def _batches(shard: ShardPlan, batch_tokens: int) -> Iterator[list[int]]:
+def batches(shard: ShardPlan, batch_tokens: int) -> Iterator[list[int]]:
     """Batches of similar lengths, at most `batch_tokens` with padding (a longer answer goes alone)."""
     lengths = (shard.offsets[1:] - shard.offsets[:-1]).tolist()
     batch: list[int] = []

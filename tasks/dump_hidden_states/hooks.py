@@ -180,7 +180,11 @@ class Recorder:
         self._stream.wait_stream(torch.cuda.current_stream(ids.device))
         with torch.cuda.stream(self._stream):
             held = _Pass(
-                states.map(self._to_host), self._to_host(ids), self._to_host(positions), requests, torch.cuda.Event()
+                states.map(self._to_host),
+                self._to_host(ids),
+                self._to_host(positions),
+                requests,
+                torch.cuda.Event(blocking=True),
             )
             held.copied.record()
         return held
@@ -233,8 +237,8 @@ class Recorder:
         try:
             with self._lock:
                 shard = self._shards.pop(key)
-            figures = {"tokens": self._tokens, "waited_s": round(self._waited_s, 3)}
-            write_atomically(self._spool / FIGURES, json.dumps(figures).encode())
+                figures = {"tokens": self._tokens, "waited_s": round(self._waited_s, 3)}
+                write_atomically(self._spool / FIGURES, json.dumps(figures).encode())
             shard.writer.__exit__(None, None, None)
         except BaseException as error:
             self._fail(error)

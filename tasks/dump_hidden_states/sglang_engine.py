@@ -10,11 +10,12 @@ from pathlib import Path
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
+from tasks.common.files import read_json
 from tasks.common.params import PARAMS, Params
 from tasks.common.server import Server
 from tasks.common.server_session import LOGS
 from tasks.common.shard import ShardPlan, shard_is_done
-from tasks.dump_hidden_states.spool import ERROR, Destination
+from tasks.dump_hidden_states.spool import ERROR, FIGURES, Destination
 from tasks.dump_hidden_states.states_plan import require_hooks, states_plan
 
 # Enough that the next pass always has its tokens waiting.
@@ -36,43 +37,55 @@ def sglang_engine(params: Params, contract: Contract) -> Iterator:
     try:
         with Server(states_plan(params, contract, spool)) as server:
             require_hooks(server.server_info(), expected=len(contract.aux_layer_ids) + 1)
-            yield lambda folder, shards: _compute(server, spool, folder, _fitting(shards, params.serve.context_length))
+            yield HookedServer(server, spool, params.serve.context_length)
     finally:
         shutil.rmtree(spool, ignore_errors=True)
 
 
-def _compute(server: Server, spool: Path, folder: Path, shards: Iterable[ShardPlan]) -> Iterator[ShardPlan]:
-    """Keep some shards in flight; yield each, in order, once it is on the disk."""
-    pool = ThreadPoolExecutor(_SHARDS_IN_FLIGHT)
-    waiting: deque[Future[ShardPlan]] = deque()
-    try:
-        for shard in shards:
-            if len(waiting) == _SHARDS_IN_FLIGHT:
+class HookedServer:
+    """A server whose hooks write the shards that it is sent: `compute(folder, shards)` of engines.py."""
+
+    def __init__(self, server: Server, spool: Path, context_length: int):
+        self.server, self._spool, self._context_length = server, spool, context_length
+
+    def __call__(self, folder: Path, shards: Iterable[ShardPlan]) -> Iterator[ShardPlan]:
+        """Keep some shards in flight; yield each, in order, once it is on the disk."""
+        pool = ThreadPoolExecutor(_SHARDS_IN_FLIGHT)
+        waiting: deque[Future[ShardPlan]] = deque()
+        try:
+            for shard in _fitting(shards, self._context_length):
+                if len(waiting) == _SHARDS_IN_FLIGHT:
+                    yield waiting.popleft().result()
+                waiting.append(pool.submit(self._dump, Destination(shard, folder)))
+            while waiting:
                 yield waiting.popleft().result()
-            waiting.append(pool.submit(_dump, server, spool, Destination(shard, folder)))
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the server has stood still so far because writers were behind."""
+        return read_json(self._spool / FIGURES)["waited_s"]
 
-def _dump(server: Server, spool: Path, destination: Destination) -> ShardPlan:
-    plan = destination.plan
-    spooled = destination.put(spool)
-    server.prefill([plan.sequence(index) for index in range(len(plan.ids))], destination.request_ids())
-    deadline = time.monotonic() + _WRITE_TIMEOUT_S
-    while not shard_is_done(destination.folder, plan.name, plan.sha256):
-        error = spool / ERROR
-        if error.exists():
-            raise DraftlineError(f"{destination.folder / plan.name}: the server's hooks failed: {error.read_text()}")
-        if time.monotonic() > deadline:
-            raise DraftlineError(
-                f"{destination.folder / plan.name}: all its requests were answered, but after {_WRITE_TIMEOUT_S} s it is not whole on "
-                f"the disk. Either hooks did not run for some tokens, or the disk is very slow. Log: {server.log}"
-            )
-        time.sleep(_POLL_S)
-    spooled.unlink()
-    return plan
+    def _dump(self, destination: Destination) -> ShardPlan:
+        plan = destination.plan
+        spooled = destination.put(self._spool)
+        self.server.prefill([plan.sequence(index) for index in range(len(plan.ids))], destination.request_ids())
+        deadline = time.monotonic() + _WRITE_TIMEOUT_S
+        while not shard_is_done(destination.folder, plan.name, plan.sha256):
+            error = self._spool / ERROR
+            if error.exists():
+                raise DraftlineError(
+                    f"{destination.folder / plan.name}: the server's hooks failed: {error.read_text()}"
+                )
+            if time.monotonic() > deadline:
+                raise DraftlineError(
+                    f"{destination.folder / plan.name}: all its requests were answered, but after {_WRITE_TIMEOUT_S} s it is not "
+                    f"whole on the disk. Either hooks did not run for some tokens, or the disk is very slow. Log: {self.server.log}"
+                )
+            time.sleep(_POLL_S)
+        spooled.unlink()
+        return plan
 
 
 def _fitting(shards: Iterable[ShardPlan], context_length: int) -> Iterator[ShardPlan]:

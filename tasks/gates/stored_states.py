@@ -1,6 +1,7 @@
 """Read a dump again, shard by shard, into columns for the gate on hidden states: no state stays in memory."""
 
 import os
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -149,7 +150,7 @@ def _measure(
 ) -> pd.DataFrame:
     """What stored samples are now, beside what the table says."""
     starts, ends = offsets[:-1], offsets[1:]
-    ids = shard.input_ids.numpy()[: offsets[-1]]
+    ids, mask = shard.input_ids.numpy()[: offsets[-1]], shard.loss_mask.numpy()
     found = shard.statistics(offsets)
     rms = _farthest_rms(shard, starts, ends, final_norm)
     normed = np.abs(rms - 1) <= TOLERANCE[storage_dtype]
@@ -174,7 +175,7 @@ def _measure(
             "recorded_checksum": recorded["checksum"].to_numpy(),
             "table_differs": _differences(recorded, found),
             "fingerprint": [
-                _fingerprint(ids[start:end], shard.loss_mask.numpy()[start:end])
+                _fingerprint(ids[start:end].tobytes(), mask[start:end].tobytes())
                 for start, end in zip(starts.tolist(), ends.tolist(), strict=True)
             ],
             "last_is_normed": normed,
@@ -223,17 +224,18 @@ def _differences(recorded: pd.DataFrame, found: dict[str, np.ndarray]) -> list[s
 def _answers() -> pd.DataFrame:
     """Of each answer, by id, its split and the hash of its token ids and mask."""
     rows = [
-        (response.id, split, _fingerprint(np.array(response.token_ids, "int32"), np.array(response.loss_mask, "uint8")))
+        (response.id, split, _fingerprint(array("i", response.token_ids).tobytes(), bytes(response.loss_mask)))
         for split in SPLITS
         for response in read_responses(split)
     ]
     return pd.DataFrame(rows, columns=["id", "split", "fingerprint"]).set_index("id")
 
 
-def _fingerprint(ids: np.ndarray, mask: np.ndarray) -> str:
+def _fingerprint(ids: bytes, mask: bytes) -> str:
+    """Hash of int32 token ids and a mask of bytes."""
     import xxhash
 
-    return xxhash.xxh3_128_hexdigest(ids.tobytes() + mask.tobytes())
+    return xxhash.xxh3_128_hexdigest(ids + mask)
 
 
 def _samples(read: list[pd.DataFrame], answers: pd.DataFrame) -> pd.DataFrame:
