@@ -35,6 +35,8 @@ from tasks.common.target import TARGET, load_model, load_tokenizer, target_contr
 from tasks.dump_hidden_states.capture import Capture
 from tasks.dump_hidden_states.engines import open_engine
 from tasks.prepare_target.prepare import prepare_target
+from tasks.train_draft.acceptance import measure
+from tasks.train_draft.data import DraftData
 
 ROOT = Path(__file__).resolve().parents[2]
 _PARITY_SAMPLES = 32
@@ -57,6 +59,7 @@ def main() -> None:
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest sample")
     parser.add_argument("--shard-tokens", type=int, default=65_536)
     parser.add_argument("--train-steps", type=int, default=300)
+    parser.add_argument("--draft-vocab-size", type=int, default=8192)
     parser.add_argument("--max-new-tokens", type=int, default=192)
     parser.add_argument("--max-train", type=int, help="prompts; all by default")
     parser.add_argument(
@@ -148,6 +151,7 @@ def measure_float8(args: argparse.Namespace, params: Params) -> dict[str, Any]:
     answers = regenerate(params)["splits"]
     found: dict[str, Any] = {"answers": {split: counts["answers"] for split, counts in answers.items()}}
     stored: dict[str, HiddenStates] = {}
+    real: DraftData | None = None  # held-out states as the target computes them, which are what a server feeds a draft
     for storage_dtype in ("bfloat16", "float8"):
         settings = params.model_copy(
             update={"dump": params.dump.model_copy(update={"engine": "transformers", "storage_dtype": storage_dtype})}
@@ -167,7 +171,15 @@ def measure_float8(args: argparse.Namespace, params: Params) -> dict[str, Any]:
         found[storage_dtype] = figures
         kept = HIDDEN_STATES.with_name(f"hidden_states_{storage_dtype}")
         HIDDEN_STATES.rename(kept)
-        stored[storage_dtype] = HiddenStates(kept / "heldout")
+        stored[storage_dtype] = trainer.heldout.states = HiddenStates(kept / "heldout")
+        real = real or trainer.heldout
+        steps = params.train_draft.ttt_length, params.serve.num_steps
+        served = measure(trainer.draft, trainer.head, trainer.vocab_map, real, *steps)
+        figures["last_draft_on_bfloat16_states"] = {
+            "predicted_accept_length": round(served.predicted_accept_length, 3),
+            "loss": round(served.loss, 4),
+            "rounds": served.rounds,
+        }
     contract = stored["bfloat16"].contract
     pairs = [[states.read(index) for index in range(len(states))] for states in (stored["float8"], stored["bfloat16"])]
     found["float8 / bfloat16"] = _compare(*[[(s.aux, s.last) for s in samples] for samples in pairs], contract)
@@ -187,7 +199,7 @@ def _params(args: argparse.Namespace) -> Params:
                 "shard_tokens": args.shard_tokens,
             },
             "train_draft": {
-                "draft_vocab_size": 4096,
+                "draft_vocab_size": args.draft_vocab_size,
                 "max_steps": args.train_steps,
                 "batch_tokens": 4096,
                 "evaluate_every": max(1, args.train_steps // 3),
@@ -351,9 +363,13 @@ def _print(found: dict[str, Any], indent: str = "") -> None:
             print(f"{indent}{name}")
             _print(value, indent + "  ")
         elif isinstance(value, dict):
-            print(f"{indent}{name:44s} " + "  ".join(f"{key} {inner:,}" for key, inner in value.items()))
+            print(f"{indent}{name:44s} " + "  ".join(f"{key} {_shown(inner)}" for key, inner in value.items()))
         else:
-            print(f"{indent}{name:44s} {value:,}" if isinstance(value, int | float) else f"{indent}{name:44s} {value}")
+            print(f"{indent}{name:44s} {_shown(value)}")
+
+
+def _shown(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int | float) else str(value)
 
 
 if __name__ == "__main__":
