@@ -60,7 +60,7 @@ class Sample:
 def close_split(
     folder: Path, contract: Contract, storage_dtype: str, engine: dict[str, str | None], shards: Iterable[str]
 ) -> None:
-    """Write table and manifest: what is not named there is not part of the split.
+    """Write table and manifest: what is not named there is not part of the split, and its files are removed.
 
     Args:
         engine: name and version of what computed the states.
@@ -79,7 +79,11 @@ def close_split(
                 "checksum": sidecar["checksum"],
             }
         )
+    named = {shard["name"] for shard in listed}
     with _alone(folder):
+        for path in folder.glob("*shard-*"):  # of another plan, or left half by a writer that was killed
+            if path.stem not in named:
+                path.unlink()
         _write_table(folder / TABLE, tables)
         write_json(
             folder / MANIFEST,

@@ -7,6 +7,7 @@ die and be run again alone, and another n takes over what is there. Whichever ra
 import os
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,16 +137,13 @@ def _close(folder: Path, plan: SplitPlan, params: Params, contract: Contract) ->
         print(f"{folder}: {len(missing)} shards of other ranks are missing, {missing[0]} first; the last rank closes.")
         return
     folder.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if path.stem not in plan.shards and path.name not in (MANIFEST, TABLE):
-            path.unlink()
     engine = {"name": params.dump.engine, "version": result_versions()[params.dump.engine]}
     close_split(folder, contract, params.dump.storage_dtype, engine, plan.shards)
 
 
 def _require_room(needed: int, params: Params) -> None:
     HIDDEN_STATES.mkdir(parents=True, exist_ok=True)
-    stored = sum(path.stat().st_size for path in HIDDEN_STATES.rglob("*") if path.is_file())
+    stored = sum(map(_size, HIDDEN_STATES.rglob("*")))
     free = shutil.disk_usage(HIDDEN_STATES).free
     quota = params.dump.max_gigabytes
     if needed > free + stored:
@@ -159,3 +157,10 @@ def _require_room(needed: int, params: Params) -> None:
         f"(half of float32) or float8 (a quarter), fewer prompts (prompts.max_train), shorter answers "
         f"(regenerate.max_new_tokens), or a larger disk mounted at {HIDDEN_STATES}."
     )
+
+
+def _size(path: Path) -> int:
+    """Bytes of a file, which another rank may just have renamed."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_size if path.is_file() else 0
+    return 0
