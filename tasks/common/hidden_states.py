@@ -66,10 +66,10 @@ def close_split(
         engine: name and version of what computed the states.
     """
     listed: list[dict[str, Any]] = []
-    tables = [_table_of(defaultdict(list), 0, contract)]  # the columns of a split without samples
+    tables = [table_of(defaultdict(list), 0, contract)]  # the columns of a split without samples
     for number, name in enumerate(shards):
         sidecar = read_sidecar(folder, name)
-        table = _table_of(sidecar["samples"], number, contract)
+        table = table_of(sidecar["samples"], number, contract)
         tables.append(table)
         listed.append(
             {
@@ -213,7 +213,7 @@ class HiddenStates:
         return self._opened[number], start, start + int(self.tokens[index])
 
 
-def _table_of(columns: dict[str, list], shard: int, contract: Contract) -> "pa.Table":
+def table_of(columns: dict[str, list], shard: int, contract: Contract) -> "pa.Table":
     """A sidecar's columns as they stand in the table of the split."""
     import pyarrow as pa
 

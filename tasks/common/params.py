@@ -58,6 +58,9 @@ class Dump(Section):
     storage_dtype: StorageDtype = Field("float32", description="float8: e4m3 with a scale per token and slot")
     batch_tokens: Count = Field(4096, description="tokens, padding included, of one forward pass (transformers)")
     shard_tokens: Count = Field(16384, description="tokens at which a shard is closed")
+    ahead_shards: Count | None = Field(
+        None, description="online: shards of train that may wait for who consumes and frees them; null: all stay"
+    )
     max_gigabytes: Annotated[float, Field(gt=0)] | None = Field(None, description="quota of the states; null: the disk")
 
 

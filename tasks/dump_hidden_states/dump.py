@@ -6,20 +6,19 @@ die and be run again alone, and another n takes over what is there. Whichever ra
 
 import os
 import shutil
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
-from tasks.common.files import sha256_json
-from tasks.common.hidden_states import FORMAT_VERSION, HIDDEN_STATES, MANIFEST, TABLE, close_split
+from tasks.common.hidden_states import HIDDEN_STATES, MANIFEST, TABLE, close_split
 from tasks.common.params import Params
+from tasks.common.planned_shards import plan_shards
 from tasks.common.progress import progress
-from tasks.common.responses import SPLITS, Response, read_responses
-from tasks.common.shard import ShardPlan, shard_is_done
+from tasks.common.responses import SPLITS
+from tasks.common.ring import bounded, is_freed
+from tasks.common.shard import shard_is_done
 from tasks.common.storage import bytes_per_token
 from tasks.common.target import target_contract
 from tasks.common.versions import result_versions
@@ -50,12 +49,14 @@ def dump(params: Params) -> dict[str, dict[str, int]]:
     contract = target_contract(params.contract)
     plans = {split: _plan(split, params, contract) for split in SPLITS}
     token_bytes = bytes_per_token(len(contract.aux_layer_ids), contract.hidden_size, params.dump.storage_dtype)
-    _require_room(sum(plan.tokens for plan in plans.values()) * token_bytes, params)
+    _require_room(_held_tokens(plans, params) * token_bytes, params)
     if any(plan.mine for plan in plans.values()):
         with open_engine(params, contract) as compute:
             for split, plan in plans.items():
                 _compute(split, plan, compute, params, contract)
     for split, plan in plans.items():
+        if split == "train" and params.dump.ahead_shards:
+            continue  # its shards come and go: there is nothing to close
         _close(HIDDEN_STATES / split, plan, params, contract)
     return {
         split: {
@@ -69,49 +70,14 @@ def dump(params: Params) -> dict[str, dict[str, int]]:
     }
 
 
-def plan_shards(split: str, params: Params, contract: Contract) -> Iterator[ShardPlan]:
-    """Yield shards of about `shard_tokens` tokens in prompt order: a prompt that is added last leaves all but the last as they were."""
-    made_with = _made_with(params, contract)
-    pending: list[Response] = []
-    tokens = index = 0
-    for response in read_responses(split):
-        pending.append(response)
-        tokens += len(response.token_ids)
-        if tokens >= params.dump.shard_tokens:
-            yield _planned(index, pending, made_with)
-            pending, tokens, index = [], 0, index + 1
-    if pending:
-        yield _planned(index, pending, made_with)
-
-
-def _made_with(params: Params, contract: Contract) -> list[Any]:
-    """All that states depend on besides tokens."""
-    engine: list[Any] = [params.dump.engine]
-    if params.dump.engine == "sglang":
-        engine.append(params.serve.extra_args)
-    return [
-        FORMAT_VERSION,
-        contract.model_dump(),
-        params.target.dtype,
-        params.dump.storage_dtype,
-        engine,
-        result_versions(),
-    ]
-
-
-def _planned(index: int, responses: list[Response], made_with: list[Any]) -> ShardPlan:
-    content = [(response.id, response.token_ids, response.loss_mask) for response in responses]
-    return ShardPlan.of(f"shard-{index:05d}", sha256_json([made_with, content]), content)
-
-
 def _plan(split: str, params: Params, contract: Contract) -> SplitPlan:
     rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    plan = SplitPlan()
+    plan, folder = SplitPlan(), HIDDEN_STATES / split
     for index, shard in enumerate(plan_shards(split, params, contract)):
         plan.shards[shard.name] = shard.sha256
         plan.samples += len(shard.ids)
         plan.tokens += shard.tokens
-        if not shard_is_done(HIDDEN_STATES / split, shard.name, shard.sha256):
+        if not (shard_is_done(folder, shard.name, shard.sha256) or is_freed(folder, shard.name, shard.sha256)):
             plan.missing.add(shard.name)
             if index % ranks == rank:
                 plan.mine.add(shard.name)
@@ -126,6 +92,8 @@ def _compute(split: str, plan: SplitPlan, compute, params: Params, contract: Con
         (folder / MANIFEST).unlink(missing_ok=True)
         (folder / TABLE).unlink(missing_ok=True)
     shards = (shard for shard in plan_shards(split, params, contract) if shard.name in plan.mine)
+    if split == "train" and params.dump.ahead_shards:
+        shards = bounded(folder, shards, params.dump.ahead_shards)
     with progress(total=plan.missing_tokens, desc=f"dumping {split}", unit="tok") as bar:
         for shard in compute(folder, shards):
             bar.update(shard.tokens)
@@ -139,6 +107,14 @@ def _close(folder: Path, plan: SplitPlan, params: Params, contract: Contract) ->
     folder.mkdir(parents=True, exist_ok=True)
     engine = {"name": params.dump.engine, "version": result_versions()[params.dump.engine]}
     close_split(folder, contract, params.dump.storage_dtype, engine, plan.shards)
+
+
+def _held_tokens(plans: dict[str, SplitPlan], params: Params) -> int:
+    """Tokens whose states are on the disk at once."""
+    held = {split: plan.tokens for split, plan in plans.items()}
+    if params.dump.ahead_shards:
+        held["train"] = min(held["train"], 2 * params.dump.ahead_shards * params.dump.shard_tokens)
+    return sum(held.values())
 
 
 def _require_room(needed: int, params: Params) -> None:
@@ -155,7 +131,8 @@ def _require_room(needed: int, params: Params) -> None:
     raise DraftlineError(
         f"{HIDDEN_STATES}: the hidden states need {needed / 1e9:.1f} GB, {limit}. Options: dump.storage_dtype: bfloat16 "
         f"(half of float32) or float8 (a quarter), fewer prompts (prompts.max_train), shorter answers "
-        f"(regenerate.max_new_tokens), or a larger disk mounted at {HIDDEN_STATES}."
+        f"(regenerate.max_new_tokens), training while the dump goes on (dump.ahead_shards), or a larger disk mounted at "
+        f"{HIDDEN_STATES}."
     )
 
 

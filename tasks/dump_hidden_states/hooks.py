@@ -154,6 +154,11 @@ class Recorder:
         pair = isinstance(output, tuple) and [isinstance(part, torch.Tensor) for part in output] == [True, True]
         boundary = getattr(layer, "attn_boundary", None)
         if pair and output[0].shape == output[1].shape:
+            if getattr(output[0], "_sglang_needs_allreduce_fusion", False):
+                raise DraftlineError(
+                    f"{type(layer).__name__} returned a part of its output: its sum over ranks is fused into the next layer. Add "
+                    f"--enforce-disable-flashinfer-allreduce-fusion to serve.extra_args."
+                )
             form = "a pair of hidden state and residual"
             found = None, output[0] + output[1]
         elif getattr(batch, "residual_stream", None) is not None and hasattr(boundary, "capture_output"):

@@ -52,9 +52,17 @@ def _failure(name: str, report: Report, judgements: list[Judgement]) -> str:
     lines = [
         f"gate {name}: {len(report.failed)} of {len(report.findings)} expectations failed (all of them: {report.page})"
     ]
-    for judgement in judgements:
-        lines += [_paragraph(judgement.table, f) for f in judgement.findings if f.outcome in ("failed", "broken")]
-    return "\n".join(lines)
+    return "\n".join([*lines, *failed_paragraphs(judgements)])
+
+
+def failed_paragraphs(judgements: list[Judgement]) -> list[str]:
+    """Each critical expectation that was not met: what was found, in which samples, why it matters, the fix."""
+    return [
+        _paragraph(judgement.table, finding)
+        for judgement in judgements
+        for finding in judgement.findings
+        if finding.outcome in ("failed", "broken")
+    ]
 
 
 def _paragraph(table: Table, finding: Finding) -> str:

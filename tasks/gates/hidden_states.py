@@ -44,8 +44,7 @@ def build(params: Params) -> Gate:
 
 
 def stored_tables(stored: StoredStates, contract: Contract, params: Params) -> list[Table]:
-    """What is judged of the files themselves."""
-    states = stored.states
+    """What is judged of the files of whole splits."""
     return [
         Table(
             "contract",
@@ -54,6 +53,14 @@ def stored_tables(stored: StoredStates, contract: Contract, params: Params) -> l
             contract_suite(),
             shown=("id", *SPLITS, "expected"),
         ),
+        *shard_tables(stored, contract, params),
+    ]
+
+
+def shard_tables(stored: StoredStates, contract: Contract, params: Params) -> list[Table]:
+    """What is judged of shards, be it one or all."""
+    states = stored.states
+    return [
         Table(
             "shards", "shard", stored.shards, shard_suite(), shown=("id", "samples", "tokens", "megabytes", "problem")
         ),

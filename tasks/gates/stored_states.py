@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,10 @@ from safetensors import SafetensorError
 
 from tasks.common.contract import Contract
 from tasks.common.final_norm import TOLERANCE, token_rms
-from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
+from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, table_of
 from tasks.common.progress import progress
 from tasks.common.responses import SPLITS, read_responses
-from tasks.common.shard import StoredShard
+from tasks.common.shard import ShardPlan, StoredShard, read_sidecar
 
 _SHARD_COLUMNS = ("id", "problem", "samples", "tokens", "megabytes", "checksum", "recorded_checksum", "detail")
 _ROWS_AT_ONCE = 1024
@@ -57,7 +58,9 @@ def read_stored_states(contract: Contract, final_norm: torch.Tensor) -> StoredSt
 
     def read_one(place: tuple[str, int]) -> _ReadShard:
         split, number = place
-        return _read_shard(split, splits[split], number, recorded[split], final_norm)
+        dump, table = splits[split], recorded[split]
+        first, end = np.searchsorted(table["shard"], [number, number + 1])
+        return _read_shard(dump.folder, dump.shards[number], table.iloc[first:end], final_norm, dump.storage_dtype)
 
     # Hashing and arithmetic let other threads run: shards are read as fast as the disk gives them.
     with (
@@ -67,7 +70,28 @@ def read_stored_states(contract: Contract, final_norm: torch.Tensor) -> StoredSt
     ):
         for shard in progress(shards, total=len(places), desc="gate hidden states", unit="shard"):
             read.append(shard)
-    answers = _answers()
+    return _stored(splits, read, _answers(), contract)
+
+
+def read_stored_shard(
+    folder: Path, plan: ShardPlan, contract: Contract, final_norm: torch.Tensor, storage_dtype: str
+) -> StoredStates:
+    """The same for one shard of a dump that goes on, held against what it was planned to hold; `splits` is empty."""
+    sidecar = read_sidecar(folder, plan.name)
+    facts = {"name": plan.name, "checksum": sidecar["checksum"]}
+    table = table_of(sidecar["samples"], 0, contract).to_pandas()
+    bounds = zip(plan.ids, plan.offsets[:-1].tolist(), plan.offsets[1:].tolist(), strict=True)
+    rows = [
+        (name, folder.name, _fingerprint(plan.input_ids[start:end].tobytes(), plan.loss_mask[start:end].tobytes()))
+        for name, start, end in bounds
+    ]
+    read = _read_shard(folder, facts, table, final_norm, storage_dtype)
+    return _stored({}, [read], _indexed(rows), contract)
+
+
+def _stored(
+    splits: dict[str, HiddenStates], read: "list[_ReadShard]", answers: pd.DataFrame, contract: Contract
+) -> StoredStates:
     states = pd.concat([s.states for s in read if len(s.states)] or [pd.DataFrame(columns=_state_columns(contract))])
     states = states.reset_index(drop=True)
     expected = answers.reindex(states["id"])
@@ -92,12 +116,15 @@ class _ReadShard:
 
 
 def _read_shard(
-    split: str, dump: HiddenStates, number: int, table: pd.DataFrame, final_norm: torch.Tensor
+    folder: Path, facts: dict[str, Any], recorded: pd.DataFrame, final_norm: torch.Tensor, storage_dtype: str
 ) -> _ReadShard:
-    facts = dump.shards[number]
+    """
+    Args:
+        facts: name and recorded checksum of the shard.
+        recorded: its rows of the split's table.
+    """
+    path, split = folder / f"{facts['name']}.safetensors", folder.name
     place = f"{split}/{facts['name']}"
-    first, end = np.searchsorted(table["shard"], [number, number + 1])
-    recorded = table.iloc[first:end]
     row = {
         "id": place,
         "problem": "",
@@ -110,22 +137,22 @@ def _read_shard(
     }
     samples = pd.DataFrame({"id": recorded["id"], "problem": "", "detail": f"in {place}"})
     try:
-        shard = dump.open_shard(number)  # mapped for this shard alone
+        shard = StoredShard(path)  # mapped for this gate alone
         row["megabytes"] = round(shard.path.stat().st_size / 1e6, 1)
         offsets = _offsets(shard, recorded)
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        row["problem"] = f"{dump.folder / facts['name']}.safetensors cannot be read: {error}"
+        row["problem"] = f"{path} cannot be read: {error}"
         return _ReadShard(row, samples.assign(problem=row["problem"]), pd.DataFrame())
     there = len(offsets) - 1
     if there < len(recorded):
         row["problem"] = f"{shard.path} ends before its last {len(recorded) - there} samples"
         samples.iloc[there:, samples.columns.get_loc("problem")] = row["problem"]
-    states = _measure(shard, offsets, recorded.iloc[:there], final_norm, dump.storage_dtype)
+    states = _measure(shard, offsets, recorded.iloc[:there], final_norm, storage_dtype)
     row["checksum"] = shard.checksum(states["checksum"].tolist())
     row["tokens"] = int(offsets[-1])
     states.insert(1, "split", split)
     states.insert(2, "shard", facts["name"])
-    states["index"] = np.arange(first, first + there)
+    states["index"] = recorded.index[:there]
     states["detail"] = f"in {place}" + states["detail"]
     return _ReadShard(row, samples, states)
 
@@ -228,6 +255,10 @@ def _answers() -> pd.DataFrame:
         for split in SPLITS
         for response in read_responses(split)
     ]
+    return _indexed(rows)
+
+
+def _indexed(rows: list[tuple[str, str, str]]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["id", "split", "fingerprint"]).set_index("id")
 
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tasks.common import planned_shards
 from tasks.common import shard as shard_module
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_json, write_jsonl
@@ -94,9 +95,9 @@ def test_what_changes_the_states_dumps_everything_anew(params, tiny_params, tiny
             dump={"batch_tokens": 24, "shard_tokens": 20},
         )
     elif changed == "versions":
-        monkeypatch.setattr(dump_module, "result_versions", lambda: result_versions() | {"torch": "99"})
+        monkeypatch.setattr(planned_shards, "result_versions", lambda: result_versions() | {"torch": "99"})
     else:
-        monkeypatch.setattr(dump_module, "FORMAT_VERSION", 99)
+        monkeypatch.setattr(planned_shards, "FORMAT_VERSION", 99)
     assert dump(params)["train"]["taken_over"] == 0
 
 

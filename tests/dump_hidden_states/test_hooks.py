@@ -174,6 +174,18 @@ def test_an_output_that_cannot_be_told_is_never_guessed(tmp_path, output):
         recorder.layer(0)(torch.nn.Identity(), (batch,), output)
 
 
+def test_a_part_of_an_output_is_refused(tmp_path):
+    engine = Engine(tmp_path)
+    layer = Layer(PAIR, torch.zeros(4, HIDDEN))
+    part, residual = layer(None, None, None)
+    part._sglang_needs_allreduce_fusion = True
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: True), rids=engine.rids[:1], extend_seq_lens_cpu=[4]
+    )
+    with pytest.raises(DraftlineError, match="returned a part of its output"):
+        engine.recorder.layer(0)(layer, (batch,), (part, residual))
+
+
 def test_a_call_without_a_batch_is_refused(tmp_path):
     with pytest.raises(DraftlineError, match=r"called with \['Tensor'\]: no ForwardBatch among them"):
         Engine(tmp_path).recorder.layer(0)(torch.nn.Identity(), (torch.zeros(2),), torch.zeros(2))
