@@ -23,6 +23,7 @@ from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.files import ARTIFACTS, read_json, replacing, sha256_file, write_json
 from tasks.common.shard import StoredShard, read_sidecar
+from tasks.common.storage import decode
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -166,9 +167,16 @@ class HiddenStates:
         Raises:
             DraftlineError: the shard cannot be parsed or is not there; names both.
         """
+        sample, aux_scale, last_scale = self.read_stored(index)
+        aux, last = decode(sample.aux, aux_scale), decode(sample.last, last_scale)
+        return Sample(sample.id, sample.input_ids, sample.loss_mask, aux, last)
+
+    def read_stored(self, index: int) -> tuple[Sample, "torch.Tensor | None", "torch.Tensor | None"]:
+        """Sample `index` as it is stored: its values, and the scales of aux and last (None but for float8)."""
         shard, start, end = self._place(index)
-        aux, last = shard.states(start, end)
-        return Sample(self._id(index), shard.input_ids[start:end], shard.loss_mask[start:end], aux, last)
+        fields = (shard.input_ids, shard.loss_mask, shard.aux, shard.last, shard.aux_scale, shard.last_scale)
+        *values, aux_scale, last_scale = (None if field is None else field[start:end] for field in fields)
+        return Sample(self._id(index), *values), aux_scale, last_scale
 
     def read_tokens(self, index: int) -> tuple["torch.Tensor", "torch.Tensor"]:
         """Token ids and loss mask of sample `index`, without its states: int32 [T] and uint8 [T]."""

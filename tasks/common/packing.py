@@ -42,11 +42,6 @@ class PackedSamples:
             last=torch.cat([sample.last for sample in samples]).to(device, dtype),
         )
 
-    def to(self, device: str) -> "PackedSamples":
-        """The same samples there."""
-        tensors = (self.input_ids, self.loss_mask, self.aux, self.last)
-        return PackedSamples(self.sample_ids, self.bounds, *(tensor.to(device) for tensor in tensors))
-
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import HiddenStates
 from tasks.common.packing import PackedSamples
+from tasks.common.storage import decode
 
 # Batches that are filled at the same time. More would fill them better and make the last ones of short samples alone.
 _OPEN_BATCHES = 64
@@ -30,8 +31,41 @@ class Batch:
     samples: PackedSamples
     target_argmax: torch.Tensor
 
-    def to(self, device: str) -> "Batch":
-        return Batch(self.samples.to(device), self.target_argmax.to(device))
+
+@dataclass(frozen=True)
+class StoredBatch:
+    """The same as it is stored, on the CPU: what travels to the device is as small as on the disk, and is decoded there.
+
+    Attributes:
+        aux: [T, n_aux, H] and last [T, H] in the stored type; scales as in `StoredRows`.
+    """
+
+    sample_ids: tuple[str, ...]
+    lengths: tuple[int, ...]
+    input_ids: torch.Tensor
+    loss_mask: torch.Tensor
+    aux: torch.Tensor
+    last: torch.Tensor
+    aux_scale: torch.Tensor | None
+    last_scale: torch.Tensor | None
+    target_argmax: torch.Tensor
+
+    def on(self, device: str) -> Batch:
+        """Decoded to float32 on `device`."""
+
+        def there(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device)
+
+        ends = np.cumsum(self.lengths).tolist()
+        samples = PackedSamples(
+            sample_ids=self.sample_ids,
+            bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)),
+            input_ids=self.input_ids.to(device).long(),
+            loss_mask=self.loss_mask.to(device).bool(),
+            aux=decode(there(self.aux), there(self.aux_scale)).flatten(1).float(),
+            last=decode(there(self.last), there(self.last_scale)).float(),
+        )
+        return Batch(samples, self.target_argmax.to(device).long())
 
 
 class DraftData(Dataset):
@@ -67,13 +101,19 @@ class DraftData(Dataset):
 
     def read(self, indices: list[int]) -> Batch:
         """Read and pack these samples, on `device`."""
-        return self[indices].to(self.device)
+        return self[indices].on(self.device)
 
-    def __getitem__(self, indices: list[int]) -> Batch:
-        """The same on the CPU, which is where worker processes read."""
-        samples = PackedSamples.of([self.states.read(index) for index in indices])
+    def __getitem__(self, indices: list[int]) -> StoredBatch:
+        """The same as worker processes read it."""
+        samples, *scales = zip(*map(self.states.read_stored, indices), strict=True)
         argmax = np.concatenate([self.target_argmax[self.starts[i] : self.starts[i + 1]] for i in indices])
-        return Batch(samples, torch.from_numpy(argmax.astype(np.int64)))
+        return StoredBatch(
+            tuple(sample.id for sample in samples),
+            tuple(sample.num_tokens for sample in samples),
+            *(torch.cat([getattr(s, name) for s in samples]) for name in ("input_ids", "loss_mask", "aux", "last")),
+            *(None if of_all[0] is None else torch.cat(of_all) for of_all in scales),
+            torch.from_numpy(argmax),
+        )
 
 
 def pack(tokens: np.ndarray, order: np.ndarray, batch_tokens: int) -> list[list[int]]:
@@ -124,7 +164,7 @@ class BatchStream:
         )
         for batch in loader:
             self.epoch, self.batch = asked.popleft()
-            yield batch.to(self.data.device)
+            yield batch.on(self.data.device)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch is."""
@@ -148,5 +188,5 @@ class BatchStream:
             epoch, batch = epoch + 1, 0
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: StoredBatch) -> StoredBatch:
     return batch

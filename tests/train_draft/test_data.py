@@ -22,7 +22,9 @@ CONTRACT = Contract(
 )
 
 
-def make_data(folder, lengths: list[int], batch_tokens: int = 32, supervised: bool = True) -> DraftData:
+def make_data(
+    folder, lengths: list[int], batch_tokens: int = 32, supervised: bool = True, storage_dtype: str = "float32"
+) -> DraftData:
     """One sample of each length, the second half of it supervised."""
     torch.manual_seed(0)
     samples = []
@@ -31,7 +33,7 @@ def make_data(folder, lengths: list[int], batch_tokens: int = 32, supervised: bo
         ids = torch.randint(50, (tokens,), dtype=torch.int32)
         samples.append(Sample(f"s{number}", ids, mask, torch.randn(tokens, 2, 4), torch.randn(tokens, 4)))
     half = len(samples) // 2
-    states = write_split(folder, CONTRACT, [samples[:half], samples[half:]])
+    states = write_split(folder, CONTRACT, [samples[:half], samples[half:]], storage_dtype)
     return DraftData(states, np.arange(sum(lengths), dtype=np.int32), batch_tokens, "cpu")
 
 
@@ -97,6 +99,17 @@ def test_a_stream_goes_on_where_it_was_saved_within_an_epoch_and_at_its_end(tmp_
             assert batch.samples.sample_ids == expected.samples.sample_ids
             assert torch.equal(batch.samples.aux, expected.samples.aux)
             assert torch.equal(batch.target_argmax, expected.target_argmax)
+
+
+@pytest.mark.parametrize("storage_dtype", ["float32", "bfloat16", "float8"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_are_the_numbers_that_are_stored(tmp_path, storage_dtype, workers):
+    data = make_data(tmp_path, [5, 9, 12, 30], storage_dtype=storage_dtype)
+    batch = next(iter(BatchStream(data, seed=0, workers=workers)))
+    samples = [data.states.read(data.states.ids.index(name)) for name in batch.samples.sample_ids]
+    assert batch.samples.aux.dtype == torch.float32
+    assert torch.equal(batch.samples.aux, torch.cat([sample.aux for sample in samples]).flatten(1).float())
+    assert torch.equal(batch.samples.last, torch.cat([sample.last for sample in samples]).float())
 
 
 def test_a_position_of_another_order_is_refused(tmp_path):
