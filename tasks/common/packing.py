@@ -1,12 +1,9 @@
 """Several samples on one token axis: what the draft is run over, without a padded position."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-
-from tasks.common.hidden_states import Sample
 
 
 @dataclass(frozen=True)
@@ -28,19 +25,6 @@ class PackedSamples:
     loss_mask: torch.Tensor
     aux: torch.Tensor
     last: torch.Tensor
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], dtype: torch.dtype = torch.float32, device: str = "cpu") -> "PackedSamples":
-        """Lay samples end to end, states cast to `dtype`."""
-        ends = torch.tensor([sample.num_tokens for sample in samples]).cumsum(0).tolist()
-        return cls(
-            sample_ids=tuple(sample.id for sample in samples),
-            bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)),
-            input_ids=torch.cat([sample.input_ids for sample in samples]).long().to(device),
-            loss_mask=torch.cat([sample.loss_mask for sample in samples]).bool().to(device),
-            aux=torch.cat([sample.aux.flatten(1) for sample in samples]).to(device, dtype),
-            last=torch.cat([sample.last for sample in samples]).to(device, dtype),
-        )
 
     @property
     def num_tokens(self) -> int:

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from tasks.common.draft import DraftConfig, Eagle3Draft
 from tasks.common.hidden_states import Sample
-from tasks.common.packing import PackedSamples
 from tasks.common.vocab_map import VocabMap
 from tasks.common.walk import correct_drafts, round_starts, walk
+from tests.stored import pack_samples
 
 VOCAB, HIDDEN, AUX = 40, 16, 3
 LLAMA3 = {
@@ -140,7 +140,7 @@ def test_packed_forward_equals_the_reference_in_outputs_and_gradients(shape):
     draft = make_draft(**shape)
     reference = Reference(draft)
     samples = [make_sample(str(i), *length, turns=2 if i == 0 else 1) for i, length in enumerate(lengths)]
-    packed = PackedSamples.of(samples)
+    packed = pack_samples(samples)
 
     outputs = [reference.layer_outputs(sample, forced_tokens(sample, num_steps)) for sample in samples]
     loss, expected_loss, seen = 0.0, 0.0, 0
@@ -166,7 +166,7 @@ def test_packed_forward_equals_the_reference_in_outputs_and_gradients(shape):
 
 def test_mask_shifts_with_the_targets():
     sample = make_sample("a", prompt=4, answer=3)
-    packed = PackedSamples.of([sample])
+    packed = pack_samples([sample])
     # Tokens 4, 5, 6 are the assistant's. Step i at t predicts t + 2 + i.
     assert packed.supervised(0).nonzero().flatten().tolist() == [2, 3, 4]
     assert packed.supervised(1).nonzero().flatten().tolist() == [1, 2, 3]
@@ -175,7 +175,7 @@ def test_mask_shifts_with_the_targets():
 
 def test_no_supervision_past_a_turn_or_into_the_next_sample():
     first, second = make_sample("a", prompt=2, answer=2, turns=2), make_sample("b", prompt=0, answer=3)
-    packed = PackedSamples.of([first, second])
+    packed = pack_samples([first, second])
     # a: 0 0 1 1 0 0 1 1 | b: 1 1 1
     assert packed.supervised(0).nonzero().flatten().tolist() == [0, 1, 4, 5, 8]
     assert packed.supervised(2).nonzero().flatten().tolist() == [2, 3]
@@ -184,8 +184,8 @@ def test_no_supervision_past_a_turn_or_into_the_next_sample():
 def test_a_sample_is_computed_alike_alone_and_packed():
     torch.manual_seed(2)
     draft, samples = make_draft(), [make_sample(str(i), 3 + i, 5) for i in range(3)]
-    alone = [list(draft(PackedSamples.of([sample]), 3)) for sample in samples]
-    for step, (_, hidden) in enumerate(draft(PackedSamples.of(samples), 3)):
+    alone = [list(draft(pack_samples([sample]), 3)) for sample in samples]
+    for step, (_, hidden) in enumerate(draft(pack_samples(samples), 3)):
         torch.testing.assert_close(hidden, torch.cat([steps[step][1] for steps in alone]))
 
 
@@ -195,7 +195,7 @@ def test_a_position_does_not_see_what_comes_after_it():
     changed = Sample(**{**vars(sample), "aux": sample.aux.clone(), "input_ids": sample.input_ids.clone()})
     changed.aux[6:] += 1.0
     changed.input_ids[7:] = (changed.input_ids[7:] + 1) % VOCAB
-    (rows, before), (_, after) = (next(draft(PackedSamples.of([s]), 1)) for s in (sample, changed))
+    (rows, before), (_, after) = (next(draft(pack_samples([s]), 1)) for s in (sample, changed))
     assert torch.equal(before[rows < 6], after[rows < 6])
     assert not torch.allclose(before[rows >= 6], after[rows >= 6])
 
@@ -250,13 +250,13 @@ def test_walk_equals_serving_token_by_token():
         # An answer that the draft often continues rightly: else no round accepts anything.
         for t in range(2 + i, sample.num_tokens - 2):
             if torch.rand(()) < 0.7:
-                chain = draft.propose(PackedSamples.of([sample]), torch.tensor([t]), 1, vocab_map)
+                chain = draft.propose(pack_samples([sample]), torch.tensor([t]), 1, vocab_map)
                 sample.input_ids[t + 2] = int(chain[0, 0])
         samples.append(sample)
     expected = [accepted for sample in samples for accepted in brute_force_walk(draft, vocab_map, sample, num_steps)]
     assert 0 in expected and max(expected) >= 2
 
-    packed = PackedSamples.of(samples)
+    packed = pack_samples(samples)
     rows = round_starts(packed)
     correct = correct_drafts(packed, rows, draft.propose(packed, rows, num_steps, vocab_map))
     assert list(walk(rows, correct)) == expected
@@ -264,7 +264,7 @@ def test_walk_equals_serving_token_by_token():
 
 def test_each_turn_is_walked_from_its_first_generated_token():
     sample = make_sample("a", prompt=3, answer=4, turns=2)
-    rows = round_starts(PackedSamples.of([sample]))
+    rows = round_starts(pack_samples([sample]))
     # Turns are tokens 3..6 and 10..13; a round needs x_{t+1} verified and x_{t+2} to predict.
     assert rows.tolist() == [2, 3, 4, 9, 10, 11]
     assert list(walk(rows, torch.tensor([1, 3, 0, 2, 0, 0]))) == [1, 0, 2]
