@@ -100,6 +100,7 @@ def test_values_that_are_no_numbers_are_counted_in_every_type(tmp_path, storage_
 
 def test_statistics_are_those_of_each_sample(tmp_path):
     samples = make_samples()
+    samples[0].aux[1, 1, 3] = -500
     states = write_split(tmp_path, CONTRACT, [samples])
     for index, sample in enumerate(samples):
         row = {name: values[index] for name, values in states.table.to_pydict().items()}
@@ -135,6 +136,15 @@ def test_every_byte_of_the_file_is_under_the_checksum(tmp_path, storage_dtype):
         if found == recorded:
             unnoticed.append(position)
     assert unnoticed == []
+
+
+def test_the_header_is_under_the_checksum(tmp_path):
+    write_shard(tmp_path, "shard-00000", make_samples(), "plan", "bfloat16")
+    path, recorded = tmp_path / "shard-00000.safetensors", read_json(tmp_path / "shard-00000.json")["checksum"]
+    path.write_bytes(path.read_bytes().replace(b'"BF16"', b'"F16" '))
+    shard = StoredShard(path)
+    assert shard.aux.dtype == torch.float16
+    assert shard.checksum(shard.sample_checksums(np.array([0, 5, 6, 15]))) != recorded
 
 
 def test_rows_may_come_in_any_order_and_in_pieces(tmp_path):

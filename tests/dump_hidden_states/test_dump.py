@@ -76,6 +76,21 @@ def test_a_killed_dump_goes_on_with_the_missing_shards(params, monkeypatch):
     assert {path: path.read_bytes() for path in HIDDEN_STATES.rglob("*") if path.is_file()} == before
 
 
+def test_no_manifest_stands_beside_partial_work(params, monkeypatch):
+    write_responses(6)
+    dump(params)
+    (HIDDEN_STATES / "train" / "shard-00001.json").unlink()
+
+    def fail(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shard_module.ShardWriter, "write", fail)
+    with pytest.raises(KeyboardInterrupt):
+        dump(params)
+    assert not (HIDDEN_STATES / "train" / "manifest.json").exists()
+    assert (HIDDEN_STATES / "heldout" / "manifest.json").exists()
+
+
 def test_another_layer_set_dumps_everything_anew(params, tiny_params):
     write_responses(3)
     dump(params)

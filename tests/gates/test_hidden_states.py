@@ -82,6 +82,15 @@ def test_a_row_too_few_names_the_sample_that_lacks_it(run, judge):
     assert verdict.samples("Every token has a row of states") == [names()[-1]]
 
 
+def test_samples_that_a_short_shard_does_not_hold_are_named(run, judge):
+    tensors = load_file(SHARD)
+    first = int(tensors["sample_offsets"][1])
+    save_file({**tensors, "last": tensors["last"][: first - 1].contiguous()}, SHARD)
+    verdict = judge("hidden_states")
+    assert verdict.samples("Every stored sample can be read") == sorted(names()[1:])
+    assert verdict.samples("Every token has a row of states") == names()[:1]
+
+
 def test_a_manifest_with_another_layer_set_is_refused(run, judge):
     manifest = read_json(TRAIN / "manifest.json")
     manifest["contract"]["aux_layer_ids"] = [2, 3, 4]
