@@ -73,75 +73,75 @@ def main() -> None:
     params = _params(args)
     prepare_target(params.target, TARGET)
     began = time.perf_counter()
-    found = {"engine": measure_engine, "float8": measure_float8}[args.part](args, params)
+    found = {"engine": measure_engine, "float8": measure_float8}[args.part](args, params, out)
     found["device"] = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     found["seconds_in_all"] = round(time.perf_counter() - began)
     write_json(out, found)
     _print(found)
 
 
-def measure_engine(args: argparse.Namespace, params: Params) -> dict[str, Any]:
-    """Must show 1 and 2 of the dump: parity and speed."""
+def measure_engine(args: argparse.Namespace, params: Params, out: Path) -> dict[str, Any]:
+    """Parity and speed; what is known so far is in `out` after each server."""
     contract = target_contract(params.contract)
-    texts = _text_shard(params)
-    references = _with_transformers(args, params, contract, texts)
     few, many = args.tokens // 5, args.tokens
-    speed: dict[str, Any] = references.pop("speed")
+    size = bytes_per_token(len(contract.aux_layer_ids), contract.hidden_size, params.dump.storage_dtype)
+    speed: dict[str, int] = {}
+    parity: dict[str, Any] = {}
+    found: dict[str, Any] = {
+        "tokens_per_s": speed,
+        "tokens_dumped_to_disk": many,
+        "bytes_per_token": size,
+        "parity": parity,
+    }
+    texts = _text_shard(params)
+    own, exact, speed["transformers prefill"] = _with_transformers(args, params, contract, texts)
+    parity["transformers / transformers in float32"] = _compare(own, exact, contract)
 
     with Server(baseline_plan(_many_requests(params))) as server:
         _prefill(server, _random_shards(args, contract, few // 4), "warm")
         speed["server without hooks"] = _rate(
             few, lambda: _prefill(server, _random_shards(args, contract, few), "plain")
         )
+    write_json(out, found)
 
-    parity: dict[str, list] = {}
+    memory = args.memory_folder if _has_room(args.memory_folder, 1.5 * few * size) else Path("memory").absolute()
     with open_engine(params, contract) as compute:
-        _drain(compute, args.memory_folder / "warm", _random_shards(args, contract, few // 4))
+        together = _states(compute, Path("together"), [texts])
+        parity["32 at once / transformers"] = _compare(together, own, contract)
+        parity["32 at once / transformers in float32"] = _compare(together, exact, contract)
+        parity["one at a time / 32 at once"] = _compare(
+            _states(compute, Path("alone"), _split(texts)), together, contract
+        )
+        write_json(out, found)
+        _drain(compute, memory / "warm", _random_shards(args, contract, few // 4))
         speed["server with hooks, requests of others"] = _rate(
             few, lambda: _prefill(compute.server, _random_shards(args, contract, few), "plain")
         )
-        speed["server with hooks, to memory"] = _rate(
-            few, lambda: _drain(compute, args.memory_folder / "dump", _random_shards(args, contract, few))
-        )
-        shutil.rmtree(args.memory_folder)
+        name = "server with hooks, to memory" if memory == args.memory_folder else "server with hooks, a fifth to disk"
+        speed[name] = _rate(few, lambda: _drain(compute, memory / "dump", _random_shards(args, contract, few)))
+        shutil.rmtree(memory)
         before = compute.waited_s
-        rate = _rate(many, lambda: _drain(compute, Path("dump").absolute(), _random_shards(args, contract, many)))
-        speed["server with hooks, to disk"] = rate
+        began = time.perf_counter()
+        _drain(compute, Path("dump").absolute(), _random_shards(args, contract, many))
+        seconds = time.perf_counter() - began
         waited = compute.waited_s - before
-        parity["32 at once"] = _states(compute, Path("many"), [texts])
-        parity["one at a time"] = _states(compute, Path("one"), _split(texts))
     shutil.rmtree("dump")
-    chunked = params.serve.model_copy(
-        update={"extra_args": (*params.serve.extra_args, "--chunked-prefill-size", str(_SMALL_CHUNK))}
-    )
-    with open_engine(params.model_copy(update={"serve": chunked}), contract) as compute:
-        parity["in chunks of 128"] = _states(compute, Path("chunks"), [texts])
-    parity |= references
-    size = bytes_per_token(len(contract.aux_layer_ids), contract.hidden_size, params.dump.storage_dtype)
-    hooked, plain = speed["server with hooks, to disk"], speed["server without hooks"]
-    return {
-        "tokens_per_s": speed,
-        "tokens_dumped_to_disk": many,
-        "bytes_per_token": size,
-        "to_disk_over_server_without_hooks": round(hooked / plain, 3),
-        "to_memory_over_server_without_hooks": round(speed["server with hooks, to memory"] / plain, 3),
-        "to_disk_over_transformers_prefill": round(hooked / speed["transformers prefill"], 3),
-        "share_of_time_the_server_waited_for_writing": round(waited / (many / hooked), 3),
-        "parity": {
-            f"{one} / {other}": _compare(parity[one], parity[other], contract)
-            for one, other in (
-                ("32 at once", "transformers"),
-                ("32 at once", "transformers in float32"),
-                ("transformers", "transformers in float32"),
-                ("one at a time", "32 at once"),
-                ("in chunks of 128", "32 at once"),
-            )
-        },
-    }
+    hooked = speed["server with hooks, to disk"] = round(many / seconds)
+    found["to_disk_over_server_without_hooks"] = round(hooked / speed["server without hooks"], 3)
+    found["to_disk_over_transformers_prefill"] = round(hooked / speed["transformers prefill"], 3)
+    found["share_of_time_the_server_waited_for_writing"] = round(waited / seconds, 3)
+    write_json(out, found)
+
+    extra = (*params.serve.extra_args, "--chunked-prefill-size", str(_SMALL_CHUNK))
+    chunked = params.model_copy(update={"serve": params.serve.model_copy(update={"extra_args": extra})})
+    with open_engine(chunked, contract) as compute:
+        cut = _states(compute, Path("chunks"), [texts])
+    parity[f"in chunks of {_SMALL_CHUNK} / 32 at once"] = _compare(cut, together, contract)
+    return found
 
 
-def measure_float8(args: argparse.Namespace, params: Params) -> dict[str, Any]:
-    """Must show 5 of the dump: what half the bytes cost."""
+def measure_float8(args: argparse.Namespace, params: Params, _out: Path) -> dict[str, Any]:
+    """What half the bytes cost a draft."""
     from tasks.collect_prompts.collect import collect_prompts
     from tasks.dump_hidden_states.dump import dump
     from tasks.regenerate_responses.regenerate import regenerate
@@ -257,22 +257,24 @@ def _split(shard: ShardPlan) -> list[ShardPlan]:
     ]
 
 
-def _with_transformers(
-    args: argparse.Namespace, params: Params, contract: Contract, texts: ShardPlan
-) -> dict[str, Any]:
-    """Reference states, and the speed of transformers; its memory is given back before a server starts."""
+def _with_transformers(args: argparse.Namespace, params: Params, contract: Contract, texts: ShardPlan) -> tuple:
+    """States in the target's type and in float32, and tokens/s; its memory is given back before a server starts."""
     few = args.tokens // 5
     shards = list(_random_shards(args, contract, few))
     model = load_model(params.target)
     _plain_forward(model, shards[:1])
     speed = _rate(few, partial(_plain_forward, model, shards))
-    found: dict[str, Any] = {"speed": {"transformers prefill": speed}}
-    found["transformers"] = _alone(model, contract, texts)
-    found["transformers in float32"] = _alone(model.float(), contract, texts)
+    own = _alone(model, contract, texts)
+    exact = _alone(model.float(), contract, texts)
     del model
     if args.device == "cuda":
         torch.cuda.empty_cache()
-    return found
+    return own, exact, speed
+
+
+def _has_room(folder: Path, needed: float) -> bool:
+    """Whether the file system of a folder to be made can hold so many bytes."""
+    return folder.parent.is_dir() and shutil.disk_usage(folder.parent).free > needed
 
 
 def _alone(model: torch.nn.Module, contract: Contract, texts: ShardPlan) -> list[tuple[torch.Tensor, torch.Tensor]]:
