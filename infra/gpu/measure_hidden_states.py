@@ -66,7 +66,7 @@ def main() -> None:
         "--extra-args", default="--attention-backend triton --sampling-backend pytorch", help="of SGLang"
     )
     args = parser.parse_args()
-    out = args.out.absolute()
+    args.target, args.memory_folder, out = args.target.absolute(), args.memory_folder.absolute(), args.out.absolute()
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
     os.chdir(args.work)
@@ -189,7 +189,7 @@ def measure_float8(args: argparse.Namespace, params: Params, _out: Path) -> dict
 def _params(args: argparse.Namespace) -> Params:
     return Params.model_validate(
         {
-            "target": {"model": str(args.target.absolute()), "device": args.device, "dtype": args.dtype},
+            "target": {"model": str(args.target), "device": args.device, "dtype": args.dtype},
             "prompts": {"folder": str(ROOT / "tasks/collect_prompts/builtin"), "max_train": args.max_train},
             "regenerate": {"max_new_tokens": args.max_new_tokens, "batch_size": 128},
             "dump": {
