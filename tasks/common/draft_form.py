@@ -11,7 +11,7 @@ SGLang's loader renames `midlayer` and `aux_norm_*` itself and puts `model.` bef
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.common.contract import SUPPORTED_ARCHITECTURES, served_layer_ids
+from tasks.common.capture import can_capture, served_layer_ids
 from tasks.common.draft_files import DraftFiles
 from tasks.common.errors import DraftlineError
 
@@ -171,7 +171,7 @@ def _from_speculators(raw: dict[str, Any], outputs: tuple[int, ...] | None, arch
     if raw.get("target_hidden_size") is not None:
         config["target_hidden_size"] = raw["target_hidden_size"]
     if outputs is not None:
-        known = architecture in SUPPORTED_ARCHITECTURES and min(outputs) >= 0
+        known = can_capture(architecture) and min(outputs) >= 0
         config["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": _served(outputs, architecture) if known else list(outputs),
             "use_aux_hidden_state": True,
@@ -181,6 +181,6 @@ def _from_speculators(raw: dict[str, Any], outputs: tuple[int, ...] | None, arch
 
 def _served(outputs: tuple[int, ...], architecture: str) -> list[int]:
     try:
-        return served_layer_ids(outputs, architecture)
+        return served_layer_ids(outputs, architecture, None)
     except DraftlineError:  # outputs that this architecture cannot express: the check on layers says so
         return list(outputs)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+_TWICE_WIDE = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -25,7 +26,7 @@ def has_fc_norm(config: dict[str, Any]) -> bool:
 
 
 def has_input_norm(config: dict[str, Any]) -> bool:
-    """Whether SGLang 0.5.23 builds one norm over all aux states; it looks into eagle_config first."""
+    """Whether SGLang from 0.5.17 on builds one norm over all aux states; it looks into eagle_config first."""
     return bool(eagle_of(config).get("norm_before_fc", config.get("norm_before_fc", False)))
 
 
@@ -56,6 +57,13 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "midlayer.mlp.down_proj.weight": (hidden, inner),
         "norm.weight": (hidden,),
     }
+    for layer in range(1, config["num_hidden_layers"]):
+        # Further layers read the state alone, and hidden_norm is their input's norm.
+        shapes |= {
+            name.replace("midlayer", f"layers.{layer}"): (shape[0], hidden) if name.endswith(_TWICE_WIDE) else shape
+            for name, shape in list(shapes.items())
+            if name.startswith("midlayer.") and "input_layernorm" not in name
+        }
     if draft_vocab is not None:
         shapes["lm_head.weight"] = (draft_vocab, hidden)
         if draft_vocab != vocab:
@@ -79,10 +87,17 @@ def is_passed_over(name: str, config: dict[str, Any]) -> bool:
     """Whether a tensor beyond the expected ones does no harm: nothing that was trained is lost with it.
 
     The embedding is the target's own (the server shares it), inverse RoPE frequencies are computed from the config,
-    and a map may stand beside a draft that proposes the whole vocabulary.
+    layers behind the first do not use an input_layernorm, and a map may stand beside a draft that proposes the whole
+    vocabulary.
     """
     whole = config["draft_vocab_size"] == config["vocab_size"]
-    return name == "embed_tokens.weight" or name.endswith("rotary_emb.inv_freq") or (whole and name in ("d2t", "t2d"))
+    unused = name.startswith("layers.") and name.endswith("input_layernorm.weight")
+    return (
+        name == "embed_tokens.weight"
+        or unused
+        or name.endswith("rotary_emb.inv_freq")
+        or (whole and name in ("d2t", "t2d"))
+    )
 
 
 def vocab_map_problems(d2t, t2d) -> list[str]:

@@ -4,8 +4,9 @@ than they were trained."""
 from dataclasses import replace
 from pathlib import Path
 
+from tasks.common.capture import captured_layers, served_layer_ids
 from tasks.common.checkpoint_form import check_export
-from tasks.common.contract import Contract, captured_layers, served_layer_ids
+from tasks.common.contract import Contract
 from tasks.common.draft_files import CONFIG
 from tasks.common.errors import DraftlineError
 from tasks.common.files import ARTIFACTS, read_json
@@ -89,12 +90,12 @@ def _check_contract(draft: Path, config: dict, contract: Contract) -> None:
     record = draft / "draftline.json"
     Contract.model_validate(read_json(record)["contract"]).require_same(contract, str(record), "the target as served")
     ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    captured = captured_layers(ids, contract.architecture)
+    captured = captured_layers(ids, contract.architecture, contract.num_layers)
     if captured != contract.aux_layer_ids:
         raise DraftlineError(
             f"{draft / CONFIG}: SGLang reads eagle_aux_hidden_state_layer_ids {ids} on {contract.architecture} as the "
             f"outputs of layers {list(captured)}; the draft was trained on {list(contract.aux_layer_ids)}, which is "
-            f"written {served_layer_ids(contract.aux_layer_ids, contract.architecture)}. Export again: "
+            f"written {served_layer_ids(contract.aux_layer_ids, contract.architecture, contract.num_layers)}. Export again: "
             f"`dvc repro --force export_draft`."
         )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.common.contract import SUPPORTED_ARCHITECTURES, served_layer_ids
+from tasks.common.capture import can_capture, served_layer_ids
 from tasks.common.draft_checks.subject import Subject
 from tasks.common.draft_files import CONFIG
 from tasks.common.draft_form import ARCHITECTURE, rope_of, spell_rope
@@ -65,10 +65,10 @@ def repair(subject: Subject, folder: Path) -> list[str]:
     changed = Repair(dict(draft.config))
     if draft.form == "speculators":
         _refuse_what_sglang_lacks(draft.files.config)
-        if draft.outputs and subject.architecture not in SUPPORTED_ARCHITECTURES:
+        if draft.outputs and not can_capture(subject.architecture, subject.version):
             raise DraftlineError(
                 f"--fix: how layer ids are written depends on the target's class, which is {subject.architecture}. "
-                f"Give --target, one of {', '.join(sorted(SUPPORTED_ARCHITECTURES))}."
+                f"Give --target, of a class that SGLang {subject.version} captures outputs of."
             )
         changed.done.append("speculators form -> SGLang form, norm flags kept")
     _repair_config(changed, subject)
@@ -106,8 +106,8 @@ def _repair_config(changed: Repair, subject: Subject) -> None:
                 changed.set(name, config["eagle_config"][name])
                 changed.set("eagle_config", eagle)
     outputs = subject.contract.aux_layer_ids if subject.contract else subject.draft.outputs
-    if outputs and subject.architecture in SUPPORTED_ARCHITECTURES:
-        ids = served_layer_ids(tuple(outputs), subject.architecture)
+    if outputs and can_capture(subject.architecture, subject.version):
+        ids = served_layer_ids(tuple(outputs), subject.architecture, subject.num_layers, subject.version)
         named = {"eagle_aux_hidden_state_layer_ids": ids, "use_aux_hidden_state": True}
         changed.set("eagle_config", (eagle if isinstance(eagle, dict) else {}) | named)
     if target and type(config.get("max_position_embeddings")) is int:

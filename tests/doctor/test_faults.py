@@ -179,14 +179,61 @@ def test_what_speculators_trains_and_sglang_lacks_is_an_error(examined, changes,
     assert found in examined(draft)["C6 norms"].found
 
 
-def test_a_target_without_a_known_reading_is_an_error(examined, write_target, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "version", "verdict", "found", "fix"),
+    [
+        ("Qwen3MoeForCausalLM", "0.5.16", "ok", "on SGLang 0.5.16", None),
+        (
+            "MixtralForCausalLM",
+            "0.5.23",
+            "error",
+            "has no capture hook for it and stops at its start",
+            "another target",
+        ),
+        ("Gemma3ForCausalLM", "0.5.20", "error", "MLP branch without the residual", "Serve it with SGLang 0.5.16."),
+        ("Qwen3_5ForCausalLM", "0.5.21", "error", "has no capture hook for it", "Serve it with SGLang 0.5.22."),
+        ("LlamaForCausalLM", "0.5.24", "ok", "read as 0.5.23", None),
+        ("MixtralForCausalLM", "0.5.24", "warning", "0.5.24 is newer than the table", "--server URL"),
+    ],
+)
+def test_what_a_release_captures_of_a_target(write_target, tmp_path, architecture, version, verdict, found, fix):
     from tasks.doctor.examine import Request, examine
 
     folder = sglang_draft().write(tmp_path / "draft")
-    _, checks = examine(Request(folder, write_target(architectures=["GptOssForCausalLM"])))
+    _, checks = examine(Request(folder, write_target(architectures=[architecture]), version=version))
     check = {check.id: check for check in checks}["C8 capture"]
-    assert check.verdict == "error"
-    assert "GptOssForCausalLM" in check.found
+    assert check.verdict == verdict
+    assert found in check.found
+    assert fix is None or fix in check.fix
+
+
+def test_ids_are_read_as_the_release_reads_them(write_target, tmp_path):
+    """[5, 8, 12] of 12 layers on gpt-oss: boundaries from 0.5.17 on; before, layer 12 is none of them."""
+    from tasks.doctor.examine import Request, examine
+
+    draft = sglang_draft()
+    draft.record = False
+    draft.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [5, 8, 12]
+    folder, target = draft.write(tmp_path / "draft"), write_target(architectures=["GptOssForCausalLM"])
+    for version, verdict, layers in (("0.5.16", "error", [5, 8, 12]), ("0.5.17", "ok", [4, 7, 11])):
+        checks = {check.id: check for check in examine(Request(folder, target, version=version))[1]}
+        assert checks["C4 layer list"].verdict == verdict
+        assert f"capture the outputs of layers {layers}" in checks["C3 layers"].found
+
+
+def test_further_draft_layers_are_served_and_not_replayed(examined):
+    draft = sglang_draft()
+    draft.config["num_hidden_layers"] = 2
+    for name, values in list(draft.tensors.items()):
+        if name.startswith("midlayer.") and "input_layernorm" not in name:
+            wide = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+            draft.tensors[name.replace("midlayer", "layers.1")] = values[:, :HIDDEN].clone() if wide else values.clone()
+    assert set(not_fine(examined(draft))) == {"C11 draft layers"}
+    assert examined(draft)["C11 draft layers"].verdict == "warning"
+    del draft.tensors["layers.1.hidden_norm.weight"]
+    assert (
+        "lack 1 tensors of further layers, as layers.1.hidden_norm.weight" in examined(draft)["C11 draft layers"].found
+    )
 
 
 def test_a_draft_of_another_target_is_named_by_its_record(examined, tmp_path):
