@@ -81,8 +81,12 @@ class Draft:
         return self.files.headers[self.stored[name]]
 
     def read(self, name: str):
-        """A tensor by SGLang's name."""
+        """A tensor by SGLang's name, as torch's."""
         return self.files.read(self.stored[name])
+
+    def array(self, name: str):
+        """A tensor of integers or bool by SGLang's name, as numpy's."""
+        return self.files.array(self.stored[name])
 
     @property
     def dtype(self) -> str | None:
@@ -150,11 +154,12 @@ def _speculators_outputs(raw: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def _verifier_architecture(raw: dict[str, Any]) -> str | None:
-    """speculators calls the target the verifier, and writes down its class."""
+    """speculators calls the target the verifier, and writes down its class, or for a converted draft the draft's own."""
     value: Any = raw
     for key in ("speculators_config", "verifier", "architectures"):
         value = value.get(key) if isinstance(value, dict) else None
-    return value[0] if isinstance(value, list) and value and isinstance(value[0], str) else None
+    name = value[0] if isinstance(value, list) and value else None
+    return name if isinstance(name, str) and "Eagle3" not in name else None
 
 
 def _from_speculators(raw: dict[str, Any], outputs: tuple[int, ...] | None, architecture: str | None) -> dict[str, Any]:

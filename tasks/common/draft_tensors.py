@@ -100,30 +100,42 @@ def is_passed_over(name: str, config: dict[str, Any]) -> bool:
     )
 
 
-def vocab_map_problems(d2t, t2d) -> list[str]:
-    """What is wrong with a vocabulary map: d2t int64 [D] as offsets, t2d bool [V] (failure modes V2, V3)."""
-    import torch
+def vocab_map_problems(d2t, t2d, vocab_size: int | None = None) -> list[str]:
+    """What is wrong with a vocabulary map (failure modes V2, V3).
 
-    if not len(d2t) or not len(t2d):
+    Args:
+        d2t: integers [D] as offsets, of torch or numpy.
+        t2d: bool [V]; None where it is not there, which SGLang does not miss.
+        vocab_size: V where t2d is None.
+    """
+    import numpy as np
+
+    d2t = np.asarray(d2t, dtype=np.int64)
+    marked = None if t2d is None else np.asarray(t2d, dtype=bool)
+    vocab = vocab_size if marked is None else len(marked)
+    if not len(d2t) or not vocab:
         return ["d2t or t2d is empty."]
-    target_ids = d2t + torch.arange(len(d2t))
-    if bool((d2t.diff() > 0).all()) and int(d2t.max()) < len(t2d) <= int(target_ids.max()):
+    if holds_absolute_ids(d2t, marked, vocab):
         return ["d2t holds absolute target ids; SGLang adds the draft id to each. Store target id - draft id."]
-    if bool((target_ids.diff() <= 0).any()) or int(target_ids.min()) < 0 or int(target_ids.max()) >= len(t2d):
-        return [f"d2t: i + d2t[i] must ascend strictly within 0..{len(t2d) - 1}."]
-    if len(d2t) < len(t2d) and not bool(d2t.any()):
+    target_ids = d2t + np.arange(len(d2t))
+    if (np.diff(target_ids) <= 0).any() or target_ids[0] < 0 or target_ids[-1] >= vocab:
+        return [f"d2t: i + d2t[i] must ascend strictly within 0..{vocab - 1}."]
+    if len(d2t) < vocab and not d2t.any():
         return ["d2t is all zero: the draft could propose only the first tokens of the vocabulary."]
-    marked = torch.zeros_like(t2d)
-    marked[target_ids] = True
-    if not torch.equal(marked, t2d):
-        if holds_absolute_ids(d2t, t2d):
-            return ["d2t holds absolute target ids; SGLang adds the draft id to each. Store target id - draft id."]
-        return [f"t2d marks {int(t2d.sum())} tokens, d2t names {len(d2t)}; they must be the same tokens."]
+    if marked is not None and not np.array_equal(np.flatnonzero(marked), target_ids):
+        return [f"t2d marks {int(marked.sum())} tokens, d2t names {len(d2t)}; they must be the same tokens."]
     return []
 
 
-def holds_absolute_ids(d2t, t2d) -> bool:
-    """Whether d2t is exactly the ascending list of the tokens that t2d marks: ids, not offsets."""
-    import torch
+def holds_absolute_ids(d2t, t2d, vocab_size: int) -> bool:
+    """Whether d2t holds ids where SGLang takes offsets.
 
-    return torch.equal(d2t, t2d.nonzero().squeeze(1))
+    The marks of t2d decide. Without them only a list that ascends within the vocabulary, and as offsets would leave it,
+    can be nothing else.
+    """
+    import numpy as np
+
+    if t2d is not None:
+        return len(d2t) > 1 and np.array_equal(d2t, np.flatnonzero(t2d))
+    ascends = bool((np.diff(d2t) > 0).all()) and d2t[0] >= 0 and d2t[-1] < vocab_size
+    return ascends and int(d2t[-1]) + len(d2t) - 1 >= vocab_size
