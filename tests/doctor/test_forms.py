@@ -23,9 +23,7 @@ SIZES = {
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "deepseek"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_correct_draft_passes(examined, form, kind, sizes):
-    checks = examined(
-        FORMS[form](kind, **SIZES[sizes]), kind, hidden=SIZES[sizes].get("target_hidden", 32), transformers=True
-    )
+    checks = examined(FORMS[form](kind, **SIZES[sizes]), kind, hidden=SIZES[sizes].get("target_hidden", 32))
     assert not_fine(checks) == {}
     assert checks["form"].found.startswith(form)
 

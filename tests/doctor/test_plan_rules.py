@@ -2,9 +2,9 @@
 
 import pytest
 
+from tasks.common.command_line import CommandLine
+from tasks.common.draft_checks.plan import RULES
 from tasks.common.errors import DraftlineError
-from tasks.doctor.command_line import CommandLine
-from tasks.doctor.plan_rules import RULES
 from tests.doctor.checkpoints import not_fine, sglang_draft, speculators_draft
 
 GOOD = (
@@ -67,7 +67,13 @@ FAULTS = {
     "trtllm tree": (
         "S3 backends", "error", "--attention-backend trtllm_mha --speculative-eagle-topk 4 --speculative-num-draft-tokens 8", "", "top-k 1 alone",
     ),
+    "neither": ("C1 algorithm", "error", "--speculative-algorithm NGRAM", "", "NGRAM does not serve an EAGLE-3 draft"),
     "quantised": ("C9 quantisation", "error", "--quantization fp8", "", "the draft is read as quantised too"),
+    "quantised by modelopt": ("C9 quantisation", "error", "--modelopt-quant nvfp4", "", "the draft is read as quantised too"),
+    "draft quantised on purpose": (
+        "C9 quantisation", "warning", "--quantization fp8 --speculative-draft-model-quantization fp8", "", "quantised as fp8",
+    ),
+    "overrides": ("plan", "warning", "--json-model-override-args {}x", "", "replaces values of the draft's config too"),
     "served in another type": ("C10 served dtype", "warning", "--dtype half", "", "--dtype float16 for a draft of float32"),
     "cache on": ("H1 hidden states", "error", "--enable-return-hidden-states", "", "states would be missing"),
     "hooks in graphs": ("H1 hidden states", "error", "--forward-hooks [] --disable-radix-cache", "", "states would be missing"),
@@ -83,6 +89,10 @@ def test_a_fault_in_the_line_is_named(judged, fault):
     assert check.verdict == verdict
     assert found in check.found
     assert check.fix
+
+
+def test_adaptive_speculation_chooses_what_the_line_leaves_open(judged):
+    assert not_fine(judged("--speculative-adaptive", removed="--speculative-num-draft-tokens 4")) == {}
 
 
 def test_every_rule_has_a_planted_fault():
