@@ -29,6 +29,8 @@ _LLAMA = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
+# Where a config states RoPE, in either spelling.
+ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
 # Norms that SGLang knows too, by the key that turns each on.
 NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc")
 

@@ -15,7 +15,7 @@ from tasks.common.draft_checks.config import DEFAULTED, check_rope, type_problem
 from tasks.common.draft_checks.subject import Subject
 from tasks.common.draft_checks.vocabulary import is_map
 from tasks.common.draft_files import CONFIG
-from tasks.common.draft_form import ARCHITECTURE, rope_of, spell_rope
+from tasks.common.draft_form import ARCHITECTURE, ROPE_KEYS, rope_of, spell_rope
 from tasks.common.draft_tensors import SAFETENSORS_TYPES, holds_absolute_ids, vocab_map_problems
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, replacing, write_json
@@ -150,12 +150,15 @@ def _name_layers(changed: Repair, subject: Subject) -> None:
 def _spell_rope(changed: Repair, subject: Subject) -> None:
     """Both spellings where the form has another, or a check complains of the one that is there."""
     of_target = subject.target.rope_parameters if subject.target else None
+    # Draftline trains with the target's RoPE; what another trainer took where its config says nothing is not known.
+    as_target = subject.contract is not None
     if type_problems(changed.config):
         return
-    if subject.draft.form != "speculators" and check_rope(subject).verdict == "ok":
-        return
-    # Draftline trains with the target's RoPE; what another trainer took where its config says nothing is not known.
-    rope = _rope(changed.config, of_target, subject.contract is not None)
+    if subject.draft.form != "speculators":
+        stated = any(changed.config.get(name) is not None for name in ROPE_KEYS)
+        if check_rope(subject).verdict == "ok" or not (stated or as_target):
+            return
+    rope = _rope(changed.config, of_target, as_target)
     for name, value in (spell_rope(rope) if rope else {}).items():
         changed.set(name, value)
 
@@ -177,7 +180,7 @@ def _rope(config: dict[str, Any], of_target: dict[str, Any] | None, as_target: b
         return of_target if of_target in alone else None
     if not as_target or of_target is None:
         return rope
-    stated = {name for name in ("rope_theta", "rope_parameters", "rope_scaling") if config.get(name) is not None}
+    stated = {name for name in ROPE_KEYS if config.get(name) is not None}
     theta_stated = "rope_theta" in stated or "rope_theta" in (config.get("rope_parameters") or {})
     lost = not stated or (not theta_stated and rope | {"rope_theta": of_target["rope_theta"]} == of_target)
     return of_target if lost else rope
@@ -196,6 +199,9 @@ def _repair_map(changed: Repair, subject: Subject) -> None:
         d2t = d2t - np.arange(len(d2t))
         changed.tensors["d2t"] = torch.from_numpy(d2t)
         changed.done.append("d2t: absolute ids -> offsets")
+    if draft.header("d2t").dtype != "I64":
+        changed.tensors["d2t"] = torch.from_numpy(d2t)
+        changed.done.append(f"d2t: {draft.header('d2t').dtype} -> I64")
     if t2d is None and not vocab_map_problems(d2t, None, vocab):
         t2d = np.zeros(vocab, dtype=bool)
         t2d[d2t + np.arange(len(d2t))] = True

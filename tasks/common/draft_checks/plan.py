@@ -159,6 +159,8 @@ def _dtype(line: CommandLine, subject: Subject, want: Expectation) -> Check:
         if asked != dtype:
             return want.warning(f"--dtype {asked} for a draft of {dtype}.", f"Drop it, or set --dtype {dtype}.")
         return want.ok(asked)
+    if dtype == "float32":
+        return want.warning("no --dtype: SGLang serves what is float32 as float16.", "Add --dtype float32.")
     config = subject.target_config
     if config is None:
         return want.not_applicable("the target's type is not known (--target)")
