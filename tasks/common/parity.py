@@ -66,6 +66,11 @@ def find_state(served: torch.Tensor, states: dict[str, torch.Tensor]) -> Match:
     return Match(name, error, runner_up, runner_up_error)
 
 
+def output_name(layer: int) -> str:
+    """How the output of a decoder layer is called in every message, and in `all_states`."""
+    return f"the output of layer {layer}"
+
+
 def layer_outputs(model, input_ids: torch.Tensor, layers: tuple[int, ...]) -> list[torch.Tensor]:
     """Outputs of decoder layers, 0-based, residual added and no norm: float32 [tokens, H] each.
 
@@ -87,11 +92,11 @@ def all_states(model, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     decoder = model.get_decoder()
     modules: dict[str, torch.nn.Module] = {"the embedding": model.get_input_embeddings()}
     for number, layer in enumerate(decoder.layers):
-        modules[f"the output of layer {number}"] = layer
+        modules[output_name(number)] = layer
         modules[f"the MLP branch of layer {number}, without the residual"] = layer.mlp
-        before = "the embedding" if number == 0 else f"the output of layer {number - 1}"
+        before = "the embedding" if number == 0 else output_name(number - 1)
         modules[f"{before} after the input norm of layer {number}"] = layer.input_layernorm
-    modules[f"the output of layer {len(decoder.layers) - 1} after the final norm"] = decoder.norm
+    modules[f"{output_name(len(decoder.layers) - 1)} after the final norm"] = decoder.norm
     return _capture(model, input_ids, modules)
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -14,6 +15,7 @@ from tasks.common.draft_files import CONFIG, DraftFiles
 from tasks.common.draft_form import Draft
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json
+from tasks.common.sglang_client import SGLangClient
 from tasks.common.sglang_versions import NEWEST
 from tasks.doctor.command_line import CommandLine
 from tasks.doctor.plan_rules import check_plan
@@ -30,15 +32,18 @@ class Request:
 
     Attributes:
         hidden_states: a dump of Draftline's, or one split of it.
+        version: of SGLang; None takes the running server's, else the newest that is known.
         plan: a server's command line.
+        server: URL of a running server.
         transformers: also load the config with transformers, as the server will; its import takes seconds.
     """
 
     draft: Path
     target: Path | None = None
     hidden_states: Path | None = None
-    version: str = NEWEST
+    version: str | None = None
     plan: str | None = None
+    server: str | None = None
     transformers: bool = False
 
 
@@ -50,7 +55,9 @@ def examine(request: Request) -> tuple[Subject, list[Check]]:
     """
     shape, target_config = read_target(request.target) if request.target else (None, None)
     states = open_states(request.hidden_states) if request.hidden_states else None
-    line = CommandLine.parse(request.plan) if request.plan else None
+    info = SGLangClient(request.server).server_info() if request.server else {}
+    planned = CommandLine.parse(request.plan) if request.plan else None
+    line = planned or (resolved_line(info) if info else None)
     recorded = _recorded(request.draft)
     contract, contract_from = (None, "")
     if states:
@@ -71,7 +78,7 @@ def examine(request: Request) -> tuple[Subject, list[Check]]:
         contract=contract,
         contract_from=contract_from,
         context_length=line.number("--context-length") if line else None,
-        version=request.version,
+        version=request.version or info.get("version") or NEWEST,
     )
     _ = subject.engine  # a release that the table does not know is no verdict on the draft
     checks = check_draft_files(subject)
@@ -85,13 +92,29 @@ def examine(request: Request) -> tuple[Subject, list[Check]]:
         checks += [check_last_norm(states, request.target), check_coverage(subject, states)]
     if line:
         checks += check_plan(line, subject)
+    if request.server:
+        from tasks.doctor.live import Server, examine_server
+
+        heldout = open_states(request.hidden_states, "heldout") if request.hidden_states else None
+        checks += examine_server(Server(request.server, planned, request.target, heldout), subject).checks
     return subject, checks
 
 
 def examine_copy(request: Request, folder: Path) -> list[Check]:
-    """The same examination of a repaired copy; a plan's draft path is taken to be the copy's."""
+    """The same examination of a repaired copy's files; a plan's draft path is taken to be the copy's."""
     plan = request.plan and request.plan.replace(str(request.draft), str(folder))
-    return examine(replace(request, draft=folder, plan=plan))[1]
+    return examine(replace(request, draft=folder, plan=plan, server=None))[1]
+
+
+def resolved_line(info: dict[str, Any]) -> CommandLine:
+    """A running server's arguments as it resolved them, in place of a command line: the same rules hold for both."""
+    return CommandLine(
+        {
+            f"--{name.replace('_', '-')}": () if value is True else (str(value),)
+            for name, value in info.items()
+            if value is not None and value is not False
+        }
+    )
 
 
 def _recorded(draft: Path) -> Contract | None:

@@ -23,8 +23,14 @@ LLAMA3 = {
 }
 
 
-def make_draft(draft_vocab: int = 24, heads: int = 4, kv_heads: int = 2, head_dim: int = 4, rope: dict | None = None):
-    """A tiny draft with random weights, float32."""
+def make_draft(
+    draft_vocab: int = 24, heads: int = 4, kv_heads: int = 2, head_dim: int = 4, rope: dict | None = None, **norms
+):
+    """A tiny draft with random weights, float32.
+
+    Args:
+        norms: of `DraftConfig`: target_hidden_size, norm_before_fc, fc_norm, norm_output.
+    """
     config = DraftConfig(
         hidden_size=HIDDEN,
         intermediate_size=24,
@@ -37,6 +43,7 @@ def make_draft(draft_vocab: int = 24, heads: int = 4, kv_heads: int = 2, head_di
         rms_norm_eps=1e-5,
         rope_parameters=rope or {"rope_type": "default", "rope_theta": 100.0},
         max_position_embeddings=64,
+        **norms,
     )
     draft = Eagle3Draft(config, torch.randn(VOCAB, HIDDEN))
     for parameter in draft.parameters():
@@ -44,7 +51,7 @@ def make_draft(draft_vocab: int = 24, heads: int = 4, kv_heads: int = 2, head_di
     return draft
 
 
-def make_sample(name: str, prompt: int, answer: int, turns: int = 1) -> Sample:
+def make_sample(name: str, prompt: int, answer: int, turns: int = 1, width: int = HIDDEN) -> Sample:
     """Random states over `turns` turns of `prompt` tokens asked and `answer` tokens answered."""
     mask = torch.tensor(([0] * prompt + [1] * answer) * turns, dtype=torch.uint8)
     tokens = len(mask)
@@ -52,7 +59,7 @@ def make_sample(name: str, prompt: int, answer: int, turns: int = 1) -> Sample:
         id=name,
         input_ids=torch.randint(VOCAB, (tokens,), dtype=torch.int32),
         loss_mask=mask,
-        aux=torch.randn(tokens, AUX, HIDDEN),
+        aux=torch.randn(tokens, AUX, width),
         last=torch.randn(tokens, HIDDEN),
     )
 
@@ -84,7 +91,7 @@ class Reference:
         """Output of each step at every position 0..L-2, [L - 1, H]; `tokens[i]` [L - 1] is what step i reads."""
         c, n = self.config, sample.num_tokens - 1
         position = torch.arange(n)
-        state = sample.aux[:n].flatten(1).double() @ self.w["fc.weight"].T
+        state = self.combine(sample.aux[:n].double())
         keys, values, masks, outputs = [], [], [], []
         for step, read in enumerate(tokens):
             embedding = self.norm(self.embed[read], "midlayer.input_layernorm.weight")
@@ -106,7 +113,17 @@ class Reference:
             gate, up = y @ self.w["midlayer.mlp.gate_proj.weight"].T, y @ self.w["midlayer.mlp.up_proj.weight"].T
             state = state + (F.silu(gate) * up) @ self.w["midlayer.mlp.down_proj.weight"].T
             outputs.append(state)
+            if c.norm_output:
+                state = self.norm(state, "norm.weight")
         return outputs
+
+    def combine(self, aux):
+        """[n, n_aux, H_t] -> what stands in for the state of step 0, [n, H]."""
+        if self.config.norm_before_fc:
+            aux = self.norm(aux.flatten(1), "input_norm.weight").view(aux.shape)
+        if self.config.fc_norm:
+            aux = torch.stack([self.norm(aux[:, s], f"fc_norm.{s}.weight") for s in range(aux.shape[1])], dim=1)
+        return aux.flatten(1) @ self.w["fc.weight"].T
 
     def logits(self, hidden):
         return self.norm(hidden, "norm.weight") @ self.w["lm_head.weight"].T
@@ -129,6 +146,9 @@ SHAPES = [
     {"lengths": [(2, 2), (4, 1), (6, 8)], "num_steps": 4, "heads": 8, "kv_heads": 2, "head_dim": 6},
     {"lengths": [(4, 5), (3, 3)], "num_steps": 3, "draft_vocab": VOCAB},
     {"lengths": [(9, 12), (2, 7)], "num_steps": 5, "heads": 2, "kv_heads": 2, "head_dim": 8, "rope": LLAMA3},
+    {"lengths": [(3, 4), (7, 2)], "num_steps": 3, "fc_norm": True},
+    {"lengths": [(3, 4), (7, 2)], "num_steps": 3, "norm_output": True},
+    {"lengths": [(3, 4), (7, 2)], "num_steps": 3, "norm_before_fc": True, "fc_norm": True, "target_hidden_size": 20},
 ]
 
 
@@ -139,7 +159,8 @@ def test_packed_forward_equals_the_reference_in_outputs_and_gradients(shape):
     lengths, num_steps = shape.pop("lengths"), shape.pop("num_steps")
     draft = make_draft(**shape)
     reference = Reference(draft)
-    samples = [make_sample(str(i), *length, turns=2 if i == 0 else 1) for i, length in enumerate(lengths)]
+    width = draft.config.aux_size
+    samples = [make_sample(str(i), *length, 2 if i == 0 else 1, width) for i, length in enumerate(lengths)]
     packed = PackedSamples.of(samples)
 
     outputs = [reference.layer_outputs(sample, forced_tokens(sample, num_steps)) for sample in samples]
@@ -241,9 +262,10 @@ def brute_force_walk(draft: Eagle3Draft, vocab_map: VocabMap, sample: Sample, nu
     return accepted
 
 
-def test_walk_equals_serving_token_by_token():
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_walk_equals_serving_token_by_token(norm_output):
     torch.manual_seed(4)
-    draft, vocab_map, num_steps = make_draft(draft_vocab=24), make_map(24), 3
+    draft, vocab_map, num_steps = make_draft(draft_vocab=24, norm_output=norm_output), make_map(24), 3
     samples = []
     for i in range(3):
         sample = make_sample(str(i), prompt=3 + i, answer=14)
