@@ -5,6 +5,8 @@ is read, a pickle is read by torch's weights-only reader, which executes nothing
 """
 
 import json
+import pickletools
+import re
 import stat
 import zipfile
 from collections.abc import Iterator
@@ -44,6 +46,11 @@ _TYPES = {
     "U8": ("uint8", "<u1"),
     "BOOL": ("bool", "|b1"),
 }
+# What torch.save writes of a dictionary of tensors.
+_OF_TENSORS = re.compile(
+    r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|tensor_v3|parameter)|torch\.storage \w+Storage"
+    r"|torch (\w+Storage|b?float\w+|u?int\d+|bool)"
+)
 _OF_TORCH = {f"torch.{name}": dtype for dtype, (name, _) in _TYPES.items()}
 
 
@@ -139,7 +146,7 @@ class DraftFiles:
         if path in self._loaded:
             import torch
 
-            yield self._loaded[path][name].reshape(-1).view(torch.uint8).numpy().view(dtype)
+            yield self._loaded[path][name].detach().reshape(-1).view(torch.uint8).numpy().view(dtype)
             return
         left = header.num_bytes
         buffer = bytearray(min(left, _CHUNK))
@@ -258,31 +265,62 @@ def _place(path: Path, name: str, described: Any) -> tuple[Header, int]:
 
 
 def _load_bin(path: Path) -> dict[str, "torch.Tensor"]:
-    """The tensors of a .bin, mapped into memory; nothing but tensors is ever built."""
-    if not zipfile.is_zipfile(path):
+    """The tensors of a .bin, mapped into memory; nothing but tensors is ever built.
+
+    Refused from the names in its pickle, before torch is imported, which takes seconds; torch's own reader, which builds
+    nothing but tensors either, has the last word.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            pickles = [member for member in members if member.filename.endswith(".pkl")]
+            if not pickles or any(member.file_size > _MAX_DESCRIPTION for member in pickles):
+                raise DraftlineError(
+                    f"{path}: cannot be read: its pickle is absent or larger than {_MAX_DESCRIPTION:,} bytes."
+                )
+            if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+                raise DraftlineError(
+                    f"{path}: cannot be read: it is compressed, which torch never writes. Save it again."
+                )
+            named = [name for member in pickles for name in _names_in_pickle(archive.read(member))]
+    except (zipfile.BadZipFile, NotImplementedError, ValueError, EOFError, OSError) as error:
+        if isinstance(error, PermissionError):
+            raise
         raise DraftlineError(
             f"{path}: cannot be read: cut short, or in torch's format before 1.6. Save it again as safetensors."
+        ) from None
+    strange = [name for name in named if not _OF_TENSORS.fullmatch(name)]
+    if strange:
+        raise DraftlineError(
+            f"{path}: refused: a pickle can run code, and beside tensors this one names {strange[0][:_MAX_NAME]!r}; none "
+            f"was run. Ask for safetensors."
         )
-    with zipfile.ZipFile(path) as archive:
-        pickles = [entry for entry in archive.infolist() if entry.filename.endswith(".pkl")]
-        if not pickles or any(entry.file_size > _MAX_DESCRIPTION for entry in pickles):
-            raise DraftlineError(
-                f"{path}: cannot be read: its pickle is absent or larger than {_MAX_DESCRIPTION:,} bytes."
-            )
     import torch
 
     try:
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch raises many kinds; each means that the file holds more than tensors, or less
         raise DraftlineError(
-            f"{path}: refused: it does not hold tensors alone, and a pickle can run code (none was run): "
-            f"{str(error).splitlines()[0][:160]}. Ask for safetensors."
+            f"{path}: cannot be read as tensors alone: {str(error).splitlines()[0][:160]}. Ask for safetensors."
         ) from None
     if not isinstance(tensors, dict) or not all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in tensors.items()
     ):
         raise DraftlineError(f"{path}: not a dictionary of tensors; save the draft's state_dict() alone.")
     return tensors
+
+
+def _names_in_pickle(text: bytes) -> Iterator[str]:
+    """Whatever a pickle would call, as 'module name', without calling it.
+
+    Raises:
+        ValueError: it is no pickle.
+    """
+    for operation, argument, _ in pickletools.genops(text):
+        if operation.name in ("GLOBAL", "INST"):
+            yield argument
+        elif operation.name in ("STACK_GLOBAL", "EXT1", "EXT2", "EXT4"):
+            yield operation.name  # torch.save writes none: a name that is only known when it runs
 
 
 def _bin_headers(path: Path, size: int, tensors: dict[str, "torch.Tensor"]) -> dict[str, Header]:
