@@ -146,7 +146,9 @@ class DraftFiles:
         if path in self._loaded:
             import torch
 
-            yield self._loaded[path][name].detach().reshape(-1).view(torch.uint8).numpy().view(dtype)
+            flat = self._loaded[path][name].detach().reshape(-1).view(torch.uint8).numpy()
+            for start in range(0, len(flat), _CHUNK):
+                yield flat[start : start + _CHUNK].view(dtype)
             return
         left = header.num_bytes
         buffer = bytearray(min(left, _CHUNK))
@@ -177,7 +179,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         if folder.exists() and not folder.is_dir():
             raise DraftlineError(f"{folder}: not a folder.")
-        return _read_json(folder / CONFIG)
+        return read_object(folder / CONFIG)
     except PermissionError as error:
         raise DraftlineError(f"{error.filename}: no permission to read it. Run as its owner, or chmod it.") from None
 
@@ -198,7 +200,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _files_of_index(index: Path) -> list[Path]:
-    weight_map = _read_json(index).get("weight_map")
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise DraftlineError(f"{index}: no weight_map of tensor names to file names.")
     names = list(dict.fromkeys(weight_map.values()))
@@ -340,7 +342,12 @@ def _bin_headers(path: Path, size: int, tensors: dict[str, "torch.Tensor"]) -> d
     return headers
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of somebody's file, of the size of a description.
+
+    Raises:
+        DraftlineError: it is absent, no regular file, too large, not JSON, or no object.
+    """
     size = _size(path)
     if size > _MAX_DESCRIPTION:
         raise DraftlineError(f"{path}: {size:,} bytes; a draft's has at most {_MAX_DESCRIPTION:,}. Not read.")

@@ -14,11 +14,11 @@ from tasks.common.capture import can_capture, served_layer_ids
 from tasks.common.draft_checks.config import DEFAULTED, check_rope, type_problems
 from tasks.common.draft_checks.subject import Subject
 from tasks.common.draft_checks.vocabulary import is_map
-from tasks.common.draft_files import CONFIG
+from tasks.common.draft_files import CONFIG, read_object
 from tasks.common.draft_form import ARCHITECTURE, ROPE_KEYS, rope_of, spell_rope
 from tasks.common.draft_tensors import SAFETENSORS_TYPES, holds_absolute_ids, vocab_map_problems
 from tasks.common.errors import DraftlineError
-from tasks.common.files import read_json, replacing, write_json
+from tasks.common.files import replacing, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -230,7 +230,7 @@ def _write(changed: Repair, subject: Subject, folder: Path) -> None:
         for path in [*files.paths, *files.folder.glob("*.safetensors.index.json")]:
             shutil.copyfile(path, folder / path.name)
     write_json(folder / CONFIG, changed.config)
-    record = read_json(files.folder / _RECORD) if (files.folder / _RECORD).is_file() else {}
+    record = read_object(files.folder / _RECORD) if (files.folder / _RECORD).is_file() else {}
     if subject.contract:
         # What the draft's own record says stands, also where it contradicts a dump that is shown beside it.
         record = {"contract": subject.contract.model_dump(mode="json")} | record | {"repaired": changed.done}

@@ -5,8 +5,8 @@ from pathlib import Path
 from tasks.common.check import Check, Expectation
 from tasks.common.draft_checks.subject import Subject, read_target, verdict_of
 from tasks.common.draft_checks.vocabulary import is_map
+from tasks.common.draft_files import read_object
 from tasks.common.errors import DraftlineError
-from tasks.common.files import read_json
 from tasks.common.hidden_states import HiddenStates
 
 
@@ -111,7 +111,7 @@ def check_map_source(subject: Subject, states: HiddenStates) -> Check:
 
 def _recorded_map(subject: Subject) -> str | None:
     record = subject.draft.files.folder / "draftline.json"
-    recorded = read_json(record).get("vocab_map_sha256") if record.is_file() else None
+    recorded = read_object(record).get("vocab_map_sha256") if record.is_file() else None
     return recorded if isinstance(recorded, str) else None
 
 

@@ -13,6 +13,9 @@ from tasks.doctor.states import check_map_source, check_target_weights, open_sta
 from tasks.train_draft.vocab_map import build_vocab_map, count_supervised_tokens
 from tests.doctor.checkpoints import DRAFT_VOCAB, HIDDEN, VOCAB, contract_of, not_fine, sglang_draft
 
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+TARGET = {EMBEDDING: torch.ones(VOCAB, HIDDEN), NORM: torch.ones(HIDDEN), HEAD: torch.ones(VOCAB, HIDDEN)}
+
 
 @pytest.fixture
 def dump(tmp_path, write_target):
@@ -21,7 +24,7 @@ def dump(tmp_path, write_target):
     def write(tokens=None, last=None, **changes):
         weight = torch.rand(HIDDEN, generator=torch.Generator().manual_seed(1)) + 0.5
         target = write_target()
-        save_file({"model.norm.weight": weight}, target / "model.safetensors")
+        save_file(TARGET | {NORM: weight}, target / "model.safetensors")
         ids = torch.arange(24) * 3 + 1 if tokens is None else tokens
         states = torch.randn(len(ids), HIDDEN, generator=torch.Generator().manual_seed(2))
         normed = states / states.square().mean(-1, keepdim=True).sqrt() * weight
@@ -122,9 +125,6 @@ def test_a_draft_without_a_record_of_its_map_is_not_judged_by_it(tmp_path, dump)
 
 
 # --- W9: what the trainer reads off the target
-
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-TARGET = {EMBEDDING: torch.ones(VOCAB, HIDDEN), NORM: torch.ones(HIDDEN), HEAD: torch.ones(VOCAB, HIDDEN)}
 
 
 def in_one_file(folder, tensors):
