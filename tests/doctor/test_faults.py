@@ -99,6 +99,11 @@ FAULTS = {
     ),
     "d2t missing": ("V1 vocabulary map", without("d2t"), "tensor d2t is missing"),
     "absolute ids": ("V2 V3 offsets", ABSOLUTE, "d2t holds absolute target ids"),
+    "ids out of order": (
+        "V2 V3 offsets",
+        tensor("d2t", lambda d2t: torch.cat([d2t[:1] + 6, d2t[1:]])),
+        "must ascend strictly",
+    ),
     "all zero": ("V2 V3 offsets", tensor("d2t", torch.zeros_like), "d2t is all zero"),
     "t2d of another map": ("V2 V3 offsets", tensor("t2d", torch.logical_not), "they must be the same tokens"),
     "head missing": ("W1 head", without("lm_head.weight"), "lm_head.weight is missing"),
