@@ -36,10 +36,10 @@ class TracedRound:
 class DraftTrace:
     """The file that the hook writes, read by the process that started the server."""
 
-    def __init__(self, path: Path, target_ids: list[int] | None):
+    def __init__(self, path: Path, target_ids: list[int]):
         """
         Args:
-            target_ids: target id of each draft id; None where the draft proposes the whole vocabulary.
+            target_ids: target id of each draft id.
         """
         self.path = path.resolve()
         self._target_ids = target_ids
@@ -51,7 +51,7 @@ class DraftTrace:
         """What the server must be started with."""
         hook = {
             "name": "draft trace",
-            "target_modules": ["logits_processor"],
+            "target_modules": ["*logits_processor"],
             "hook_factory": f"{_MODULE}:write_trace",
             "config": {"path": str(self.path)},
         }
@@ -91,11 +91,8 @@ class DraftTrace:
                 for position, ids in zip(
                     record["positions"][-len(record["candidates"]) :], record["candidates"], strict=True
                 ):
-                    candidates.setdefault(position, []).append([self._target_id(token) for token in ids])
+                    candidates.setdefault(position, []).append([self._target_ids[token] for token in ids])
         return rounds
-
-    def _target_id(self, draft_id: int) -> int:
-        return self._target_ids[draft_id] if self._target_ids else draft_id
 
 
 def write_trace(config: dict[str, Any]) -> Callable:
@@ -104,6 +101,10 @@ def write_trace(config: dict[str, Any]) -> Callable:
     Args:
         config: `path` of the file to append to.
     """
+    import torch.distributed
+
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() > 0:
+        return lambda *_: None  # the ranks of a tensor-parallel server compute the same logits
     file = open(config["path"], "a", encoding="utf-8")  # noqa: SIM115 - lives as long as the server
 
     def hook(module, args, output) -> None:

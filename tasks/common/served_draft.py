@@ -19,6 +19,8 @@ def load_served_draft(draft: Draft, target: TargetWeights) -> tuple[Eagle3Draft,
     """
     config = draft.config
     for name, shape in expected_shapes(config).items():
+        if name == "t2d":  # the server does not read it
+            continue
         found = draft.header(name).shape if name in draft.stored else "missing"
         if found != shape:
             raise DraftlineError(
@@ -28,9 +30,9 @@ def load_served_draft(draft: Draft, target: TargetWeights) -> tuple[Eagle3Draft,
     own = Eagle3Draft(_config(config), _embedding(draft, target))
     tensors = {name: draft.read(name).float() for name in own.state_dict() if name in draft.stored}
     if config["draft_vocab_size"] is None:
-        tensors["lm_head.weight"] = target.lm_head()
+        tensors["lm_head.weight"] = target.lm_head()[: config["vocab_size"]]
     own.load_state_dict(tensors)
-    return own.eval(), _vocab_map(draft)
+    return own.eval(), served_vocab_map(draft)
 
 
 def _config(config: dict) -> DraftConfig:
@@ -64,12 +66,17 @@ def _embedding(draft: Draft, target: TargetWeights) -> torch.Tensor:
     return target.embed_tokens()
 
 
-def _vocab_map(draft: Draft) -> VocabMap:
+def served_vocab_map(draft: Draft) -> VocabMap:
+    """Which target ids the draft proposes, as the server reads its map.
+
+    Raises:
+        DraftlineError: the map holds no offsets.
+    """
     vocab = draft.config["vocab_size"]
     if "d2t" not in expected_shapes(draft.config):
         return VocabMap(torch.arange(vocab), vocab, "")
-    d2t, t2d = draft.read("d2t").long(), draft.read("t2d").bool()
-    problems = vocab_map_problems(d2t, t2d)
+    d2t = draft.read("d2t").long()
+    problems = vocab_map_problems(d2t, draft.read("t2d").bool() if "t2d" in draft.stored else None, vocab)
     if problems:
         raise DraftlineError(f"{draft.files.folder}: {problems[0]}")
     return VocabMap.of_offsets(d2t, vocab)

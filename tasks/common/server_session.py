@@ -188,6 +188,13 @@ def command_line(pid: int) -> list[str]:
     return []
 
 
+def working_folder(pid: int) -> Path | None:
+    """Where a process's relative paths start; None where it cannot be seen."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cwd").readlink()
+    return None
+
+
 def _pids() -> Iterator[int]:
     return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit())
 

@@ -1,6 +1,7 @@
 """Single tensors of a target, read without loading the model."""
 
 import json
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +72,14 @@ class TargetWeights:
             return None
         with safe_open(self.folder / self._files[name], framework="np") as file:
             return tuple(file.get_slice(name).get_shape())
+
+    def num_parameters(self) -> int:
+        """Numbers in all tensors, from the headers."""
+        total = 0
+        for path in dict.fromkeys(self._files.values()):
+            with safe_open(self.folder / path, framework="np") as file:
+                total += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        return total
 
     def embed_tokens(self) -> "torch.Tensor":
         """[V, H]; not the copy that a layer for multi-token prediction has (model.layers.61.embed_tokens)."""

@@ -33,7 +33,6 @@ def main(arguments: list[str] | None = None) -> int:
         version=options.sglang,
         plan=options.plan,
         server=options.server,
-        transformers=options.transformers,
     )
     try:
         subject, checks = examine(request)
@@ -73,9 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--plan", metavar="LINE", help="the server's whole command line, quoted")
     parser.add_argument("--server", metavar="URL", help="a running server; with --target's weights or --hidden-states")
-    parser.add_argument(
-        "--transformers", action="store_true", help="also C7: load the config as the server will (+ 3 s)"
-    )
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--fix", type=Path, metavar="OUT", help="write a repaired copy, and examine that")
     return parser

@@ -44,7 +44,10 @@ def main(params: Params, tracker: Tracker) -> None:
     require_no_errors(found.checks)
     write_json(REPORT, report(plan, params, found))
     tracker.log_artifact(REPORT)
-    print("identity, states, drafts and acceptance are proven; the server is down and nothing of it is left")
+    open_questions = [f"{check.id}: {check.found}" for check in found.checks if check.verdict == "not applicable"]
+    print(
+        "; ".join(["proven, the server is down, nothing of it is left", *(f"not proven: {q}" for q in open_questions)])
+    )
 
 
 def print_plan() -> None:

@@ -12,17 +12,15 @@ from tasks.common.draft_trace import DraftTrace
 from tasks.common.hidden_states import HiddenStates
 from tasks.common.live_checks.dumped import dumped_prompts, dumped_references
 from tasks.common.live_checks.interview import Answer
-from tasks.common.live_checks.parity import Reference, named_states
 from tasks.common.live_checks.run import Expected, Material
+from tasks.common.live_checks.slots import Reference, named_states
 from tasks.common.params import Params
+from tasks.common.served_draft import served_vocab_map
 from tasks.common.server_plan import ServerPlan
 from tasks.common.server_session import LOGS
 from tasks.common.speculative_plan import EXPORT
-from tasks.common.target import TARGET, TargetShape, load_config, load_model, model_folder
+from tasks.common.target import TargetShape, load_config, load_model, load_tokenizer, model_folder
 from tasks.common.target_weights import TargetWeights
-from tasks.common.vocab_map import VocabMap
-
-_PROMPTS = 4
 
 
 @dataclass(frozen=True)
@@ -41,19 +39,21 @@ class Proof:
     @classmethod
     def of(cls, params: Params, plan: ServerPlan, states: HiddenStates) -> "Proof":
         """Choose held-out prompts, and run the target over them before the server needs the room."""
-        prompts = dumped_prompts(states, _PROMPTS)
+        prompts = dumped_prompts(states)
         model = load_model(params.target)
         named = {prompt.id: named_states(model, torch.tensor(prompt.token_ids)) for prompt in prompts}
         del model
         torch.cuda.empty_cache()  # does nothing without a GPU
 
-        def references(answers: Sequence[Answer]) -> list[Reference]:
-            return dumped_references(states, answers, named)
+        def references(answers: Sequence[Answer]) -> tuple[list[Reference], str]:
+            return dumped_references(states, answers, named), ""
 
         draft = Draft.of(DraftFiles.open(EXPORT), states.contract.architecture)
-        trace = DraftTrace(LOGS / "draft_trace.jsonl", _target_ids(draft))
+        trace = DraftTrace(LOGS / "draft_trace.jsonl", served_vocab_map(draft).target_ids.tolist())
         traced = replace(plan, flags=(*plan.flags, *trace.flags), environment=(*plan.environment, *trace.environment))
-        material = Material(prompts, references, TargetWeights(model_folder(params.target)), _decoder(), trace)
+        material = Material(
+            prompts, references, TargetWeights(model_folder(params.target)), load_tokenizer().decode, trace
+        )
         shape = TargetShape.of(load_config())
         subject = Subject(draft, shape, contract=states.contract, contract_from=str(states.folder))
         return cls(params, traced, subject, material)
@@ -74,19 +74,6 @@ class Proof:
             },
             nonce=nonce,
             max_relative_error=self.params.gates.max_relative_error,
+            gated=True,
             exact=plan.dtype == "float32",
         )
-
-
-def _target_ids(draft: Draft) -> list[int] | None:
-    """Target id of each draft id, None where the draft proposes the whole vocabulary."""
-    if "d2t" not in draft.stored:
-        return None
-    d2t = draft.read("d2t")
-    return VocabMap.of_offsets(d2t, draft.config["vocab_size"]).target_ids.tolist()
-
-
-def _decoder():
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(TARGET).decode

@@ -4,8 +4,8 @@ import math
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from tasks.common.live_checks.parity import SlotParity
 from tasks.common.live_checks.run import LiveReport
+from tasks.common.live_checks.slots import SlotParity
 from tasks.common.params import Params
 from tasks.common.server_plan import ServerPlan
 

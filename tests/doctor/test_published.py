@@ -111,6 +111,24 @@ def errors(draft: Checkpoint, folder, target) -> dict[str, str]:
     return {check.id: check.found for check in checks if check.verdict == "error"}
 
 
+def test_a_draft_that_names_no_layers_may_have_been_trained_on_the_default_ones(tmp_path, write_target):
+    """As EAGLE's own code writes it: no eagle_config, no RoPE."""
+    draft = sglang_draft("deepseek")
+    draft.config, draft.record = SIZES | {"torch_dtype": "float16", "pad_token_id": 0}, False
+    assert errors(draft, tmp_path / "draft", write_target("deepseek")) == {}
+    draft.record = True
+    assert list(errors(draft, tmp_path / "draft", write_target("deepseek"))) == ["C2 eagle_config"]
+
+
+def test_weights_of_one_other_type_than_the_config_says_are_a_warning(tmp_path, write_target):
+    draft = sglang_draft()
+    draft.record = False
+    folder = draft.write(tmp_path / "draft")
+    (folder / "config.json").write_text(json.dumps(draft.config | {"torch_dtype": "float16"}))
+    _, checks = examine(Request(folder, write_target()))
+    assert {check.id: check.verdict for check in checks}["C10 dtype"] == "warning"
+
+
 @pytest.mark.parametrize("spelled", CONFIGS)
 def test_a_published_spelling_is_no_error(spelled, tmp_path, write_target):
     kind, keys = CONFIGS[spelled]

@@ -32,7 +32,9 @@ class TinyRun:
     @contextmanager
     def serving(self, draft: Path = EXPORT, **flags: str | None) -> Iterator[Server]:
         """A server that loads another folder, or runs under other flags: `page_size="1"`; None drops one."""
-        plan = replace(self.plan, draft=draft, algorithm=flags.get("speculative_algorithm", "EAGLE3"))
+        plan = self.plan
+        algorithm, dtype = flags.get("speculative_algorithm", plan.algorithm), flags.get("dtype", plan.dtype)
+        plan = replace(plan, draft=draft, algorithm=algorithm, dtype=dtype)
         changed = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
         changed["--speculative-draft-model-path"] = str(draft)
         kept = [setting for setting in plan.flags if setting.name not in changed]
@@ -70,4 +72,5 @@ def line_of(server: Server) -> str:
 def doctor(server: Server, draft: Path = EXPORT, **request) -> dict[str, Check]:
     """The doctor's verdicts on a running server, by id."""
     _, checks = examine(Request(draft, server.plan.target, server=server.url, **request))
+    assert len({check.id for check in checks}) == len(checks)
     return {check.id: check for check in checks}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tasks.common.live_checks.interview import Answer, Prompt
-from tasks.common.live_checks.parity import Reference, compare, named_states
+from tasks.common.live_checks.slots import Reference, compare, named_states
 from tasks.common.params import Target
 from tasks.common.parity import output_name
 from tasks.common.sglang_client import Completion

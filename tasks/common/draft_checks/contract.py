@@ -45,6 +45,11 @@ def check_eagle_config(subject: Subject) -> Check:
     served = _served(subject)
     if served:
         fix = f"Add to config.json (--fix does): {_EAGLE_CONFIG.format(ids=served)}."
+    if subject.draft.config.get("eagle_config") is None and subject.contract is None:
+        return want.warning(
+            "eagle_config is absent: SGLang captures its default layers, the outputs 1, N//2 - 1 and N - 4.",
+            "Right for a draft that was trained on these, as EAGLE's own code does; nothing here records it. " + fix,
+        )
     return verdict_of(want, eagle_config_problems(subject.draft.config), fix, f"ids {ids}")
 
 
@@ -227,6 +232,12 @@ def check_dtype(subject: Subject) -> Check:
         return want.error(
             f"torch_dtype is {dtype!r}, expected one of {', '.join(SAFETENSORS_TYPES)}.",
             "Set torch_dtype to the type of the weights.",
+        )
+    stored = {draft.header(name).dtype for name in draft.stored if name not in ("d2t", "t2d")}
+    if len(stored) == 1 and stored != {SAFETENSORS_TYPES[dtype]}:
+        return want.warning(
+            f"torch_dtype is {dtype}, every weight is {next(iter(stored))}: the server rounds them on loading.",
+            "Set torch_dtype to the type of the weights, if the draft was trained in it.",
         )
     others = [
         f"tensor {name} is {draft.header(name)}."

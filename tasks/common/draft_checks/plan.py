@@ -152,19 +152,28 @@ def _quantisation(line: CommandLine, subject: Subject, want: Expectation) -> Che
     return want.ok(f"{target}, the draft unquant")
 
 
-def _dtype(line: CommandLine, subject: Subject, want: Expectation) -> Check:
-    asked, dtype = line.value("--dtype"), subject.draft.dtype
+def served_dtype(asked: str | None, subject: Subject) -> str | None:
+    """The type that SGLang computes in for a --dtype; None where it is the target's and that is not known."""
     asked = {"half": "float16", "float": "float32"}.get(asked or "", asked)
     if asked not in (None, "auto"):
+        return asked
+    parts = parts_of(subject.target_config) if subject.target_config else []
+    stored = next((part[key] for part in parts for key in ("torch_dtype", "dtype") if part.get(key)), None)
+    return "float16" if stored == "float32" else stored
+
+
+def _dtype(line: CommandLine, subject: Subject, want: Expectation) -> Check:
+    asked, dtype = line.value("--dtype"), subject.draft.dtype
+    if asked not in (None, "auto"):
+        asked = served_dtype(asked, subject)
         if asked != dtype:
             return want.warning(f"--dtype {asked} for a draft of {dtype}.", f"Drop it, or set --dtype {dtype}.")
         return want.ok(asked)
     if dtype == "float32":
         return want.warning("no --dtype: SGLang serves what is float32 as float16.", "Add --dtype float32.")
-    config = subject.target_config
-    if config is None:
+    if subject.target_config is None:
         return want.not_applicable("the target's type is not known (--target)")
-    served = next((part[key] for part in parts_of(config) for key in ("torch_dtype", "dtype") if part.get(key)), None)
+    served = served_dtype(asked, subject)
     if served is not None and served != dtype:
         return want.error(f"the target runs in {served}, the draft in {dtype}.", f"Say which: --dtype {served}.")
     return want.ok(f"{served or 'not stated'}, the draft {dtype}")

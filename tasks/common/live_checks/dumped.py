@@ -4,19 +4,21 @@ from collections.abc import Sequence
 
 import torch
 
-from tasks.common.hidden_states import HiddenStates
-from tasks.common.live_checks.interview import MAX_ANSWER_TOKENS, MAX_PROMPT_TOKENS, Answer, Prompt
-from tasks.common.live_checks.parity import Reference
+from tasks.common.hidden_states import HiddenStates, Sample
+from tasks.common.live_checks.interview import MAX_ANSWER_TOKENS, MAX_PROMPT_TOKENS, NUM_PROMPTS, Answer, Prompt
+from tasks.common.live_checks.slots import Reference
+from tasks.common.parity import output_name
 
-# Samples looked at for each that is chosen: long prompts are passed over.
+# Samples looked at for each that is chosen: a prompt that is longer than what is asked of a server is the second choice.
 _CANDIDATES = 8
 
 
-def dumped_prompts(states: HiddenStates, count: int) -> list[Prompt]:
-    """Prompts of a few samples from all over a split, none longer than what is asked of a server."""
-    prompts = (_prompt(states, index) for index in _spread(len(states), _CANDIDATES * count))
-    fitting = [prompt for prompt in prompts if prompt and len(prompt.token_ids) <= MAX_PROMPT_TOKENS]
-    return [fitting[place] for place in _spread(len(fitting), count)]
+def dumped_prompts(states: HiddenStates) -> list[Prompt]:
+    """Prompts of a few samples from all over a split."""
+    prompts = [_prompt(states, index) for index in _spread(len(states), _CANDIDATES * NUM_PROMPTS)]
+    fitting = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= MAX_PROMPT_TOKENS]
+    longer = [prompt.within(MAX_PROMPT_TOKENS) for prompt in prompts if len(prompt.token_ids) > MAX_PROMPT_TOKENS]
+    return [fitting[place] for place in _spread(len(fitting), NUM_PROMPTS)] or longer[:NUM_PROMPTS]
 
 
 def dumped_references(
@@ -25,24 +27,38 @@ def dumped_references(
     """The dump's states of the samples that were asked, as far as they were replayed.
 
     Args:
-        named: every state of the target by prompt, where it can be run.
+        named: every state of the target by prompt; empty where it cannot be run, and the dump's own must do.
     """
     places = {row.id: place for place, row in enumerate(states.samples)}
     references = []
     for answer in answers:
         sample = states.read(places[answer.prompt.id])
         end = len(answer.prompt.token_ids) + MAX_ANSWER_TOKENS
+        known = named.get(sample.id)
         references.append(
-            Reference("the dump", sample.id, sample.input_ids[:end], sample.aux[:end].float(), named.get(sample.id, {}))
+            Reference(
+                source="the dump",
+                prompt=sample.id,
+                input_ids=sample.input_ids[:end],
+                aux=sample.aux[:end].float(),
+                states=known or _own_states(states, sample),
+                complete=known is not None,
+            )
         )
     return references
 
 
-def _prompt(states: HiddenStates, index: int) -> Prompt | None:
-    """Tokens up to the first that the assistant wrote."""
+def _own_states(states: HiddenStates, sample: Sample) -> dict[str, torch.Tensor]:
+    layers = {output_name(layer): sample.aux[:, slot] for slot, layer in enumerate(states.contract.aux_layer_ids)}
+    return layers | {"the final state": sample.last}
+
+
+def _prompt(states: HiddenStates, index: int) -> Prompt:
+    """Tokens up to the first that the assistant wrote; as long an answer as is dumped."""
     input_ids, loss_mask = states.read_tokens(index)
     start = int(loss_mask.argmax())
-    return Prompt(states.samples[index].id, input_ids[:start].tolist()) if start else None
+    answered = int(loss_mask[start:].cumprod(0).sum())
+    return Prompt(states.samples[index].id, input_ids[:start].tolist(), min(answered, MAX_ANSWER_TOKENS))
 
 
 def _spread(length: int, count: int) -> list[int]:

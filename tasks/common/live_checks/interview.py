@@ -5,24 +5,35 @@ as token ids: its prefill returns the states of every token, and what it generat
 verified against, beyond the answer's end.
 """
 
+import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tasks.common.draft_trace import DraftTrace, TracedRound
 from tasks.common.sglang_client import Completion, SGLangClient
 
+NUM_PROMPTS = 4
 # States come back as JSON, 4 to 20 bytes a number: enough tokens to tell any two layers apart, and no more.
 MAX_PROMPT_TOKENS, MAX_ANSWER_TOKENS = 200, 48
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a conversation up to where the assistant speaks."""
+    """Token ids of a conversation up to where the assistant speaks.
+
+    Attributes:
+        answer_tokens: how long the answer may be.
+    """
 
     id: str
     token_ids: list[int]
+    answer_tokens: int = MAX_ANSWER_TOKENS
+
+    def within(self, tokens: int) -> "Prompt":
+        """Its beginning: enough to compare states, though what follows is another answer."""
+        return replace(self, token_ids=self.token_ids[:tokens])
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,6 @@ def interview(
     *,
     num_steps: int,
     with_states: bool,
-    max_new_tokens: int = MAX_ANSWER_TOKENS,
     trace: DraftTrace | None = None,
 ) -> list[Answer]:
     """Ask each prompt.
@@ -71,12 +81,16 @@ def interview(
     answers = []
     for prompt in prompts:
         mark = trace.mark() if trace else 0
-        completion = client.generate(prompt.token_ids, {"temperature": 0, "max_new_tokens": max_new_tokens})
+        completion = client.generate(prompt.token_ids, {"temperature": 0, "max_new_tokens": prompt.answer_tokens})
         rounds = trace.rounds_since(mark) if trace else None
-        onwards = {"temperature": 0, "max_new_tokens": num_steps + 1, "ignore_eos": True}
-        second = client.generate(prompt.token_ids + completion.output_ids, onwards, return_hidden_states=with_states)
-        rows = second.hidden_states
-        tokens = len(prompt.token_ids) + len(completion.output_ids)
+        second = client.generate(
+            prompt.token_ids + completion.output_ids,
+            {"temperature": 0, "max_new_tokens": num_steps + 1, "ignore_eos": True},
+            return_hidden_states=with_states,
+            # Tokens found in the prefix cache have no row, and the first request has put all of them there.
+            cache_key=secrets.token_hex(8) if with_states else None,
+        )
+        rows, tokens = second.hidden_states, len(prompt.token_ids) + len(completion.output_ids)
         states = None if rows is None else torch.from_numpy(rows[: tokens - second.cached_tokens])
         answers.append(Answer(prompt, completion, second.output_ids, states, second.cached_tokens, rounds))
     return answers

@@ -6,15 +6,17 @@ from typing import Any
 
 from tasks.common.check import Check, Expectation
 from tasks.common.draft_checks.subject import Subject
+from tasks.common.draft_tensors import num_aux_states
 from tasks.common.draft_trace import DraftTrace
 from tasks.common.errors import DraftlineError
-from tasks.common.live_checks.acceptance import check_acceptance, check_speculation
-from tasks.common.live_checks.identity import check_nonce, check_port_owner, check_serves, same_place
-from tasks.common.live_checks.interview import Answer, Prompt, interview
+from tasks.common.live_checks.accepted import Prediction, check_acceptance, check_speculation
+from tasks.common.live_checks.identity import Listener, check_nonce, check_port_owner, check_serves
+from tasks.common.live_checks.interview import MAX_ANSWER_TOKENS, Answer, Prompt, interview
 from tasks.common.live_checks.layer_fix import layer_fix, trained_layers
-from tasks.common.live_checks.parity import Reference, SlotParity, check_slots, compare
+from tasks.common.live_checks.rounds import WANT as WANT_ROUNDS
 from tasks.common.live_checks.rounds import Decode, OwnDraft, check_rounds
-from tasks.common.live_checks.rows import check_rows, check_width
+from tasks.common.live_checks.rows import aux_size, check_rows, check_width, name_slots, returns_states
+from tasks.common.live_checks.slots import WHY, Reference, SlotParity, check_slots, common_tokens, compare
 from tasks.common.served_draft import load_served_draft
 from tasks.common.sglang_client import SGLangClient
 from tasks.common.target_weights import TargetWeights
@@ -28,12 +30,14 @@ class Expected:
         served: values of server_info by SGLang's names: model_path, speculative_algorithm, ...
         nonce: the weight version that it was started with, where that is known.
         max_relative_error: of a slot.
+        gated: whether a slot beyond that is an error even where it is certainly the right layer.
         exact: whether states and draft are float32, so that every round must agree.
     """
 
-    served: dict[str, str | None]
+    served: dict[str, str]
     nonce: str | None
     max_relative_error: float
+    gated: bool
     exact: bool
 
 
@@ -42,14 +46,14 @@ class Material:
     """What the server is compared with.
 
     Attributes:
-        references: takes the answers, gives states of their tokens from elsewhere; empty where there are none.
+        references: takes the answers, gives states of their tokens from elsewhere, and where there are none why.
         target: weights of the target, whose embedding the draft shares; None where they are not here.
         decode: text of token ids, for messages.
         trace: written by a hook inside the server, where we started it.
     """
 
     prompts: Sequence[Prompt]
-    references: Callable[[Sequence[Answer]], list[Reference]]
+    references: Callable[[Sequence[Answer]], tuple[list[Reference], str]]
     target: TargetWeights | None
     decode: Decode
     trace: DraftTrace | None = None
@@ -69,46 +73,24 @@ def check_server(client: SGLangClient, subject: Subject, expected: Expected, mat
     Raises:
         DraftlineError: it does not answer, or refuses what is asked.
     """
-    info = client.server_info()
+    info, listener = client.server_info(), Listener.of(client.url)
     num_steps = info.get("speculative_num_steps") or 0
+    room = _room(info, num_steps)
     answers = interview(
         client,
-        material.prompts,
+        [prompt.within(room) for prompt in material.prompts],
         num_steps=num_steps,
-        with_states=bool(info.get("enable_return_hidden_states")),
+        with_states=returns_states(info),
         trace=material.trace,
     )
-    weight_version = answers[0].completion.weight_version
-    report = LiveReport(
-        [
-            check_nonce(weight_version, expected.nonce),
-            check_serves(info, expected.served),
-            check_port_owner(client.url, weight_version),
-            check_speculation(answers),
-        ]
-    )
-    layers, references = trained_layers(subject), material.references(answers)
+    nonce = answers[0].completion.weight_version
+    references, missing = material.references(answers)
     width, rows = check_width(answers, subject, references, info), check_rows(answers, info)
-    report.checks += [width, rows]
-    states_are_right = width.verdict == rows.verdict == "ok"
-    if layers and states_are_right:
-        report.parity = [
-            row for reference in references for row in compare(_answer_of(answers, reference), reference, layers)
-        ]
-    serves_examined = same_place(info.get("speculative_draft_model_path"), str(subject.draft.files.folder))
-    fix = layer_fix(subject, layers, serves_examined)
-    report.checks += check_slots(report.parity, expected.max_relative_error, fix)
-    report.checks += _check_draft(client, subject, expected, material, answers, references, info, states_are_right)
-    return report
-
-
-def _check_draft(client, subject, expected, material, answers, references, info, states_are_right) -> list[Check]:
+    are_whole = width.verdict == rows.verdict == "ok"
+    slots, parity = _check_slots(subject, expected, answers, references, missing, are_whole, listener, info)
     own, problem = _own_draft(subject, material, info)
-    want = Expectation("W3 served draft", "rounds as our own code computes them from the exported files", "")
-    if own is None:
-        rounds = want.not_applicable(problem)
-    elif not states_are_right:
-        rounds = want.not_applicable("without the states that the draft is fed there is nothing to walk over")
+    if own is None or not are_whole:
+        rounds = WANT_ROUNDS.not_applicable(problem or "without the states that the draft is fed there is no walk")
     else:
         rounds = check_rounds(
             answers,
@@ -119,7 +101,61 @@ def _check_draft(client, subject, expected, material, answers, references, info,
             ),
             decode=material.decode,
         )
-    return [rounds, check_acceptance(answers, _predict(own, answers, references))]
+    predicted, unpredicted = _predict(own, answers, references, problem or missing)
+    checks = [
+        check_nonce(nonce, expected.nonce, listener),
+        check_serves(info, expected.served, listener),
+        check_port_owner(listener, nonce),
+        check_speculation(answers),
+        width,
+        rows,
+        *slots,
+        rounds,
+        check_acceptance(answers, predicted, unpredicted),
+    ]
+    return LiveReport(checks, parity)
+
+
+def _room(info: dict[str, Any], num_steps: int) -> int:
+    """Prompt tokens for which the whole interview fits into the context, and its prefill into one chunk."""
+    limits = [info.get(name) or 0 for name in ("context_length", "chunked_prefill_size")]
+    room = min([limit for limit in limits if limit > 0], default=2**31) - MAX_ANSWER_TOKENS - num_steps - 2
+    if room < 1:
+        raise DraftlineError(
+            f"the server's context_length or chunked_prefill_size ({limits[0]}, {limits[1]}) is too small to ask anything: "
+            f"{MAX_ANSWER_TOKENS + num_steps + 3} tokens are needed."
+        )
+    return room
+
+
+def _check_slots(
+    subject: Subject,
+    expected: Expected,
+    answers: Sequence[Answer],
+    references: Sequence[Reference],
+    missing: str,
+    are_whole: bool,
+    listener: Listener,
+    info: dict[str, Any],
+) -> tuple[list[Check], list[SlotParity]]:
+    """C3, a verdict a slot; one that says why where they cannot be judged."""
+    (layers, said_by), slots = trained_layers(subject), num_aux_states(subject.draft.config)
+    want = Expectation("C3 slots", "the states that the draft was trained on", WHY)
+    if not are_whole:
+        return [want.not_applicable("see C1 width and H1 rows")], []
+    if not references:
+        return [want.not_applicable(missing)], []
+    if layers is None:
+        named = name_slots(answers, references, aux_size(subject))
+        return [want.not_applicable(f"{named}; nothing records what the draft was trained on")], []
+    if len(layers) != slots:
+        text = f"the server feeds {slots} states, {said_by} says {len(layers)}: outputs {list(layers)}"
+        return [want.error(text, layer_fix(subject, layers, True)([None]))], []
+    parity = [row for reference in references for row in compare(_answer_of(answers, reference), reference, layers)]
+    folder = str(subject.draft.files.folder)
+    examined = listener.same_place(info.get("speculative_draft_model_path"), folder) is not False
+    fix = layer_fix(subject, layers, examined)
+    return check_slots(parity, expected.max_relative_error, expected.gated, said_by, fix), parity
 
 
 def _own_draft(subject: Subject, material: Material, info: dict[str, Any]) -> tuple[OwnDraft | None, str]:
@@ -129,7 +165,17 @@ def _own_draft(subject: Subject, material: Material, info: dict[str, Any]) -> tu
     if not info.get("speculative_num_steps"):
         return None, "the server does not speculate"
     if (info.get("speculative_eagle_topk") or 1) > 1:
-        return None, "top-k above 1 verifies trees; our walk follows chains"
+        topk = info["speculative_eagle_topk"]
+        return None, (
+            f"top-k {topk} verifies trees, our walk follows chains: start it with --speculative-num-steps 3 "
+            f"--speculative-eagle-topk 1 --speculative-num-draft-tokens 4 to have it compared"
+        )
+    for flag in ("speculative_adaptive", "speculative_draft_window_size"):
+        if info.get(flag):
+            return (
+                None,
+                f"{flag} changes what is drafted: start it without --{flag.replace('_', '-')} to have it compared",
+            )
     try:
         model, vocab_map = load_served_draft(subject.draft, material.target)
     except DraftlineError as error:
@@ -138,23 +184,22 @@ def _own_draft(subject: Subject, material: Material, info: dict[str, Any]) -> tu
 
 
 def _predict(
-    own: OwnDraft | None, answers: Sequence[Answer], references: Sequence[Reference]
-) -> tuple[list[int], str] | None:
-    """Correct drafts of each round over the first source's states of the same answers."""
-    if own is None or not references:
-        return None
-    source = references[0].source
-    rounds: list[int] = []
-    for reference in references:
-        if reference.source == source:
+    own: OwnDraft | None, answers: Sequence[Answer], references: Sequence[Reference], missing: str
+) -> tuple[Prediction | None, str]:
+    """Over the first source that has the very answers of the server; or why there is none."""
+    if own is None:
+        return None, missing
+    for source in dict.fromkeys(reference.source for reference in references):
+        walked, rounds = [], []
+        for reference in references:
             answer = _answer_of(answers, reference)
-            prompt_tokens, ids = len(answer.prompt.token_ids), reference.input_ids.tolist()
-            end = min(len(ids), len(answer.token_ids))
-            walked = own.rounds(
-                prompt_tokens, ids[prompt_tokens:end], ids[end:], ids[:end], reference.aux[:end].flatten(1)
-            )
-            rounds += [one.correct for one in walked]
-    return rounds, f"the states of {source}"
+            tokens = len(answer.token_ids)
+            if reference.source == source and reference.aux is not None and common_tokens(answer, reference) == tokens:
+                walked.append(answer)
+                rounds += [one.correct for one in own.rounds(answer, reference.aux[:tokens].flatten(1))]
+        if rounds:
+            return Prediction(source, walked, rounds), ""
+    return None, missing or "the reference holds other answers than the server gives"
 
 
 def _answer_of(answers: Sequence[Answer], reference: Reference) -> Answer:

@@ -1,6 +1,7 @@
 """Does the server speculate at all, and accept as much as the draft promises?"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tasks.common.acceptance import pool
 from tasks.common.check import Check, Expectation
@@ -11,6 +12,25 @@ _WARN, _ERROR = 0.10, 0.25
 # Below this nothing is gained whatever the server costs, and a draft that was trained at all is above it.
 _NOTHING = 1.1
 _POOR = "Ask prompts like those that it was trained on (--hidden-states with held-out samples), or train it on more."
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Our own walk over states that are not the server's (contract, section 4).
+
+    Attributes:
+        source: whose states.
+        answers: that were walked.
+        correct: drafts right in each round.
+    """
+
+    source: str
+    answers: Sequence[Answer]
+    correct: list[int]
+
+    @property
+    def accept_length(self) -> float:
+        return 1 + sum(self.correct) / len(self.correct)
 
 
 def check_speculation(answers: Sequence[Answer]) -> Check:
@@ -29,12 +49,11 @@ def check_speculation(answers: Sequence[Answer]) -> Check:
     return want.ok(f"{rounds} rounds for {len(answers)} answers")
 
 
-def check_acceptance(answers: Sequence[Answer], predicted: tuple[list[int], str] | None) -> Check:
-    """The served acceptance length against the walking estimate (contract, section 4).
+def check_acceptance(answers: Sequence[Answer], predicted: Prediction | None, unpredicted: str) -> Check:
+    """The served acceptance length against the walking estimate, over the same answers.
 
     Args:
-        predicted: correct drafts of each round of our own walk over states that are not the server's, and whose they
-            are; None where there are none.
+        unpredicted: why there is no prediction, where there is none.
     """
     want = Expectation(
         "S4 acceptance",
@@ -42,26 +61,22 @@ def check_acceptance(answers: Sequence[Answer], predicted: tuple[list[int], str]
         "A served draft that accepts less than it does on the states that it was trained on is served otherwise.",
     )
     try:
-        served = pool(answer.completion for answer in answers)
+        served = pool(answer.completion for answer in (predicted.answers if predicted else answers))
     except DraftlineError as error:
-        return want.error(str(error), "See S4 speculation.")
+        return want.error(str(error), "Nothing can be said of the acceptance before that is so.")
     length = served.accept_length
     found = f"{length:.2f} ({served.correct} drafts right in {served.rounds} rounds)"
-    if predicted is None or not predicted[0]:
-        text = f"{found}; nothing predicts it (--target with weights, or --hidden-states)"
+    if predicted is None:
+        text = f"{found}; nothing predicts it: {unpredicted}"
         return (
             want.warning(f"{text}; next to nothing is accepted", _POOR)
             if length < _NOTHING
             else want.not_applicable(text)
         )
-    rounds, source = predicted
-    expected = 1 + sum(rounds) / len(rounds)
-    apart = length / expected - 1
-    text = f"{found}; predicted from {source}: {expected:.2f}, {apart:+.1%}"
+    apart = length / predicted.accept_length - 1
+    text = f"{found}; predicted from the states of {predicted.source}: {predicted.accept_length:.2f}, {apart:+.1%}"
     if abs(apart) > _WARN:
-        fix = (
-            "Look at the slots, the served draft and the plan above; where they are right, at the answers of the dump."
-        )
+        fix = "Mend what C1, C3 and W3 found; where they found nothing, compare the server's flags with those of the dump."
         return want.error(text, fix) if abs(apart) > _ERROR else want.warning(text, fix)
     return (
         want.warning(f"{text}; next to nothing is accepted, as predicted", _POOR)

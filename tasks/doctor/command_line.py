@@ -1,1 +1,0 @@
-from tasks.common.command_line import CommandLine as CommandLine
