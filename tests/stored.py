@@ -2,11 +2,8 @@
 
 from pathlib import Path
 
-import torch
-
 from tasks.common.contract import Contract
 from tasks.common.hidden_states import HiddenStates, Sample, close_split
-from tasks.common.packing import PackedSamples
 from tasks.common.shard import ShardPlan, ShardWriter
 from tasks.common.storage import StoredRows
 
@@ -40,16 +37,3 @@ def close_again(states: HiddenStates) -> None:
 def copy_of(sample: Sample) -> Sample:
     """A sample of its own, which lives on when its shard is replaced, and may be changed."""
     return Sample(sample.id, *(t.clone() for t in (sample.input_ids, sample.loss_mask, sample.aux, sample.last)))
-
-
-def pack_samples(samples: list[Sample]) -> PackedSamples:
-    """Samples laid end to end."""
-    ends = torch.tensor([sample.num_tokens for sample in samples]).cumsum(0).tolist()
-    return PackedSamples(
-        sample_ids=tuple(sample.id for sample in samples),
-        bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)),
-        input_ids=torch.cat([sample.input_ids for sample in samples]).long(),
-        loss_mask=torch.cat([sample.loss_mask for sample in samples]).bool(),
-        aux=torch.cat([sample.aux.flatten(1) for sample in samples]),
-        last=torch.cat([sample.last for sample in samples]),
-    )

@@ -66,6 +66,9 @@ def require_no_errors(checks: list[Check]) -> None:
     """
     failed = [check for check in checks if check.verdict == "error"]
     if failed:
-        raise DraftlineError(
-            "\n".join(f"- {c.id}: {c.found}. Expected: {c.expected}. {c.why} Fix: {c.fix}" for c in failed)
-        )
+        raise DraftlineError("\n".join(f"- {described(check)}" for check in failed))
+
+
+def described(check: Check) -> str:
+    """A failed check in one paragraph."""
+    return f"{check.id}: {check.found.rstrip('.')}. Expected: {check.expected}. {check.why} Fix: {check.fix}"

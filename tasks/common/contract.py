@@ -5,22 +5,13 @@ The contract is written by `dump_hidden_states`, travels with every artifact aft
 refuses to go on when its own reading differs.
 
 `aux_layer_ids` always names decoder layers, 0-based, by their OUTPUT (residual added, no norm). What a
-served config must say to get them depends on the architecture and the engine: `served_layer_ids` and
-`captured_layers` are the only place that knows. The parity probe of `launch_server` has the last word.
+served config must say to get them depends on the architecture and the engine: common/capture.py is the only place
+that knows.
 """
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from tasks.common.errors import DraftlineError
-
-# Architectures whose `set_eagle3_layers_to_capture` in SGLang 0.5.16 and 0.5.23 adds 1 to every id and
-# captures at the INPUT of that layer: id k is the output of layer k.
-_OUTPUT_READERS = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
-# These add 1 only if the first id is 1, else take ids as raw boundaries: [2, 30, 58] captures 1, 29, 57.
-_BOUNDARY_READERS = frozenset(
-    {"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "KimiK25ForConditionalGeneration", "Glm4MoeLiteForCausalLM"}
-)
-SUPPORTED_ARCHITECTURES = _OUTPUT_READERS | _BOUNDARY_READERS
 
 
 class Contract(BaseModel):
@@ -81,7 +72,7 @@ class Contract(BaseModel):
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, int, int]:
-    """Outputs [1, N//2 - 1, N - 4]: what SGLang captures when a config names no layers."""
+    """Outputs [1, N//2 - 1, N - 4]: what SGLang captures of nearly every class when a config names no layers."""
     if num_layers < 6:
         raise DraftlineError(
             f"contract.aux_layer_ids: a target of {num_layers} layers has no default aux layers "
@@ -95,8 +86,8 @@ def check_aux_layers(ids: tuple[int, ...], num_layers: int) -> None:
 
     Raises:
         DraftlineError: ids not distinct and ascending (capture order is layer order, duplicates are
-            captured once), outside 0..N-2 (-1 is not the embedding; the last boundary is captured by no
-            architecture of the table), or a single id (SGLang skips fc when widths agree).
+            captured once), outside 0..N-1 (-1 is not the embedding), or a single id (SGLang skips fc when
+            widths agree). Whether N-1 can be served is for `served_layer_ids` to say.
     """
     where = f"contract.aux_layer_ids {list(ids)}"
     if len(ids) < 2:
@@ -105,41 +96,8 @@ def check_aux_layers(ids: tuple[int, ...], num_layers: int) -> None:
         raise DraftlineError(
             f"{where}: must be distinct and ascending; the engine captures in layer order, duplicates once."
         )
-    if ids[0] < 0 or ids[-1] > num_layers - 2:
+    if ids[0] < 0 or ids[-1] > num_layers - 1:
         raise DraftlineError(
-            f"{where}: must lie in 0..{num_layers - 2} for a target of {num_layers} layers. The ids name decoder "
-            f"layers by output: -1 is not the embedding, and the output of the last layer is not captured."
+            f"{where}: must lie in 0..{num_layers - 1} for a target of {num_layers} layers. The ids name decoder "
+            f"layers by output: -1 is not the embedding."
         )
-
-
-def served_layer_ids(aux_layer_ids: tuple[int, ...], architecture: str) -> list[int]:
-    """Ids that `eagle_aux_hidden_state_layer_ids` must hold so that SGLang captures these outputs.
-
-    Raises:
-        DraftlineError: the architecture is not in the table, or cannot express the list.
-    """
-    if architecture in _OUTPUT_READERS:
-        return list(aux_layer_ids)
-    if architecture in _BOUNDARY_READERS:
-        if aux_layer_ids[0] == 1:
-            return list(aux_layer_ids)
-        if aux_layer_ids[0] == 0:
-            raise DraftlineError(
-                f"{architecture}: SGLang cannot capture output 0 as the first slot (a list that starts with 1 is "
-                f"shifted by one). Choose a first layer above 0."
-            )
-        return [layer + 1 for layer in aux_layer_ids]
-    raise DraftlineError(
-        f"{architecture}: not known to support EAGLE-3 capture in SGLang. Known: {', '.join(sorted(SUPPORTED_ARCHITECTURES))}."
-    )
-
-
-def captured_layers(config_ids: list[int], architecture: str) -> tuple[int, ...]:
-    """Outputs that SGLang really captures for the ids of a draft's config: the inverse of `served_layer_ids`."""
-    if architecture in _OUTPUT_READERS or (architecture in _BOUNDARY_READERS and config_ids[0] == 1):
-        return tuple(config_ids)
-    if architecture in _BOUNDARY_READERS:
-        return tuple(layer - 1 for layer in config_ids)
-    raise DraftlineError(
-        f"{architecture}: not known to support EAGLE-3 capture in SGLang. Known: {', '.join(sorted(SUPPORTED_ARCHITECTURES))}."
-    )

@@ -24,7 +24,14 @@ from tasks.common.vocab_map import VocabMap
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """Sizes of a draft; all but `draft_vocab_size` (D) and `num_aux` are the target's."""
+    """Sizes of a draft; in one that Draftline trains all but `draft_vocab_size` (D) and `num_aux` are the target's.
+
+    Attributes:
+        target_hidden_size: width of an aux state where the draft has another hidden size; None where both are one.
+        norm_before_fc: one RMSNorm over the concatenated aux states before fc (SGLang 0.5.23).
+        fc_norm: an RMSNorm for each aux state before fc.
+        norm_output: the recurrent state is the layer's output after the final norm.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -37,6 +44,15 @@ class DraftConfig:
     rms_norm_eps: float
     rope_parameters: dict
     max_position_embeddings: int
+    target_hidden_size: int | None = None
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @property
+    def aux_size(self) -> int:
+        """Width of one aux state."""
+        return self.target_hidden_size or self.hidden_size
 
     @classmethod
     def of(cls, shape: TargetShape, contract: Contract, draft_vocab_size: int) -> "DraftConfig":
@@ -236,7 +252,13 @@ class Eagle3Draft(nn.Module):
         from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
         self.config = config
-        self.fc = _Linear(config.num_aux * config.hidden_size, config.hidden_size)
+        aux_width = config.num_aux * config.aux_size
+        self.input_norm = _RMSNorm(aux_width, config.rms_norm_eps) if config.norm_before_fc else None
+        norms = (
+            [_RMSNorm(config.aux_size, config.rms_norm_eps) for _ in range(config.num_aux)] if config.fc_norm else []
+        )
+        self.fc_norm = nn.ModuleList(norms)
+        self.fc = _Linear(aux_width, config.hidden_size)
         self.midlayer = _Midlayer(config)
         self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = _Linear(config.hidden_size, config.draft_vocab_size)
@@ -278,7 +300,7 @@ class Eagle3Draft(nn.Module):
             chosen = torch.searchsorted(rows[step - 1], rows[step])
             seen.keep(chosen)
             tokens = batch.input_ids[batch.ahead(1 + step)[rows[step]]]
-            state = self._next_step(batch, rows[step], step, state[chosen], tokens, seen)
+            state = self._next_step(batch, rows[step], step, self._recurrent(state[chosen]), tokens, seen)
             yield rows[step], state
 
     @torch.no_grad()
@@ -295,20 +317,33 @@ class Eagle3Draft(nn.Module):
         seen, state = self._first_step(batch, rows)
         chain = [target_ids[self.logits(state).argmax(-1)]]
         for step in range(1, num_steps):
-            state = self._next_step(batch, rows, step, state, chain[-1], seen)
+            state = self._next_step(batch, rows, step, self._recurrent(state), chain[-1], seen)
             chain.append(target_ids[self.logits(state).argmax(-1)])
         return torch.stack(chain, dim=1)
 
+    def _combine(self, aux: torch.Tensor) -> torch.Tensor:
+        """g, [T, H], from the aux states of each token side by side, [T, n_aux * H_t]."""
+        if self.input_norm is not None:
+            aux = self.input_norm(aux)
+        if len(self.fc_norm):
+            chunks = aux.chunk(len(self.fc_norm), dim=-1)
+            aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(aux)
+
+    def _recurrent(self, state: torch.Tensor) -> torch.Tensor:
+        """What the next step reads in place of g, from the layer's output [n, H]."""
+        return self.norm(state) if self.config.norm_output else state
+
     def _first_step(self, batch: PackedSamples, rows: torch.Tensor) -> tuple[_Keys, torch.Tensor]:
         """Keys of every position and the layer's output at `rows`, [n, H]."""
-        layer, g = self.midlayer, self.fc(batch.aux)
+        layer, g = self.midlayer, self._combine(batch.aux)
         x = layer.inputs(self.embed_tokens[batch.input_ids[batch.ahead(1)]], g)
         seen = _Keys(*layer.self_attn.keys_and_values(x, self._rope(g, batch.positions)))
         attended = layer.self_attn(x[rows], self._rope(g, batch.positions[rows]), seen, rows, batch.bounds)
         return seen, layer(g[rows], attended)
 
     def _next_step(self, batch: PackedSamples, rows, step: int, state, tokens, seen: _Keys) -> torch.Tensor:
-        """Step i > 0 at `rows` from the outputs of step i - 1, [n, H]; adds its keys to `seen`."""
+        """Step i > 0 at `rows` from the recurrent states of step i - 1, [n, H]; adds its keys to `seen`."""
         layer, rope = self.midlayer, self._rope(state, batch.positions[rows] + step)
         x = layer.inputs(self.embed_tokens[tokens], state)
         keys, values = layer.self_attn.keys_and_values(x, rope)

@@ -11,7 +11,7 @@ SGLang's loader renames `midlayer` and `aux_norm_*` itself and puts `model.` bef
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.common.contract import SUPPORTED_ARCHITECTURES, served_layer_ids
+from tasks.common.capture import can_capture, served_layer_ids
 from tasks.common.draft_files import DraftFiles
 from tasks.common.errors import DraftlineError
 
@@ -29,6 +29,8 @@ _LLAMA = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
 }
+# Where a config states RoPE, in either spelling.
+ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling")
 # Norms that SGLang knows too, by the key that turns each on.
 NORM_FLAGS = ("fc_norm", "norm_output", "norm_before_fc")
 
@@ -81,8 +83,12 @@ class Draft:
         return self.files.headers[self.stored[name]]
 
     def read(self, name: str):
-        """A tensor by SGLang's name."""
+        """A tensor by SGLang's name, as torch's."""
         return self.files.read(self.stored[name])
+
+    def array(self, name: str):
+        """A tensor of integers or bool by SGLang's name, as numpy's."""
+        return self.files.array(self.stored[name])
 
     @property
     def dtype(self) -> str | None:
@@ -150,11 +156,12 @@ def _speculators_outputs(raw: dict[str, Any]) -> tuple[int, ...] | None:
 
 
 def _verifier_architecture(raw: dict[str, Any]) -> str | None:
-    """speculators calls the target the verifier, and writes down its class."""
+    """speculators calls the target the verifier, and writes down its class, or for a converted draft the draft's own."""
     value: Any = raw
     for key in ("speculators_config", "verifier", "architectures"):
         value = value.get(key) if isinstance(value, dict) else None
-    return value[0] if isinstance(value, list) and value and isinstance(value[0], str) else None
+    name = value[0] if isinstance(value, list) and value else None
+    return name if isinstance(name, str) and "Eagle3" not in name else None
 
 
 def _from_speculators(raw: dict[str, Any], outputs: tuple[int, ...] | None, architecture: str | None) -> dict[str, Any]:
@@ -171,7 +178,7 @@ def _from_speculators(raw: dict[str, Any], outputs: tuple[int, ...] | None, arch
     if raw.get("target_hidden_size") is not None:
         config["target_hidden_size"] = raw["target_hidden_size"]
     if outputs is not None:
-        known = architecture in SUPPORTED_ARCHITECTURES and min(outputs) >= 0
+        known = can_capture(architecture) and min(outputs) >= 0
         config["eagle_config"] = {
             "eagle_aux_hidden_state_layer_ids": _served(outputs, architecture) if known else list(outputs),
             "use_aux_hidden_state": True,
@@ -181,6 +188,6 @@ def _from_speculators(raw: dict[str, Any], outputs: tuple[int, ...] | None, arch
 
 def _served(outputs: tuple[int, ...], architecture: str) -> list[int]:
     try:
-        return served_layer_ids(outputs, architecture)
+        return served_layer_ids(outputs, architecture, None)
     except DraftlineError:  # outputs that this architecture cannot express: the check on layers says so
         return list(outputs)

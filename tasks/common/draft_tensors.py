@@ -2,6 +2,7 @@
 
 from typing import Any
 
+_TWICE_WIDE = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
 SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -25,7 +26,7 @@ def has_fc_norm(config: dict[str, Any]) -> bool:
 
 
 def has_input_norm(config: dict[str, Any]) -> bool:
-    """Whether SGLang 0.5.23 builds one norm over all aux states; it looks into eagle_config first."""
+    """Whether SGLang from 0.5.17 on builds one norm over all aux states; it looks into eagle_config first."""
     return bool(eagle_of(config).get("norm_before_fc", config.get("norm_before_fc", False)))
 
 
@@ -56,6 +57,13 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         "midlayer.mlp.down_proj.weight": (hidden, inner),
         "norm.weight": (hidden,),
     }
+    for layer in range(1, config["num_hidden_layers"]):
+        # Further layers read the state alone, and hidden_norm is their input's norm.
+        shapes |= {
+            name.replace("midlayer", f"layers.{layer}"): (shape[0], hidden) if name.endswith(_TWICE_WIDE) else shape
+            for name, shape in list(shapes.items())
+            if name.startswith("midlayer.") and "input_layernorm" not in name
+        }
     if draft_vocab is not None:
         shapes["lm_head.weight"] = (draft_vocab, hidden)
         if draft_vocab != vocab:
@@ -79,36 +87,55 @@ def is_passed_over(name: str, config: dict[str, Any]) -> bool:
     """Whether a tensor beyond the expected ones does no harm: nothing that was trained is lost with it.
 
     The embedding is the target's own (the server shares it), inverse RoPE frequencies are computed from the config,
-    and a map may stand beside a draft that proposes the whole vocabulary.
+    layers behind the first do not use an input_layernorm, and a map may stand beside a draft that proposes the whole
+    vocabulary.
     """
     whole = config["draft_vocab_size"] == config["vocab_size"]
-    return name == "embed_tokens.weight" or name.endswith("rotary_emb.inv_freq") or (whole and name in ("d2t", "t2d"))
+    unused = name.startswith("layers.") and name.endswith("input_layernorm.weight")
+    return (
+        name == "embed_tokens.weight"
+        or unused
+        or name.endswith("rotary_emb.inv_freq")
+        or (whole and name in ("d2t", "t2d"))
+    )
 
 
-def vocab_map_problems(d2t, t2d) -> list[str]:
-    """What is wrong with a vocabulary map: d2t int64 [D] as offsets, t2d bool [V] (failure modes V2, V3)."""
-    import torch
+def vocab_map_problems(d2t, t2d, vocab_size: int | None = None) -> list[str]:
+    """What is wrong with a vocabulary map (failure modes V2, V3).
 
-    if not len(d2t) or not len(t2d):
+    Args:
+        d2t: integers [D] as offsets, of torch or numpy.
+        t2d: bool [V]; None where it is not there, which SGLang does not miss.
+        vocab_size: V where t2d is None.
+    """
+    import numpy as np
+
+    d2t = np.asarray(d2t, dtype=np.int64)
+    marked = None if t2d is None else np.asarray(t2d, dtype=bool)
+    vocab = vocab_size if marked is None else len(marked)
+    if not len(d2t) or not vocab:
         return ["d2t or t2d is empty."]
-    target_ids = d2t + torch.arange(len(d2t))
-    if bool((d2t.diff() > 0).all()) and int(d2t.max()) < len(t2d) <= int(target_ids.max()):
+    if holds_absolute_ids(d2t, marked, vocab):
         return ["d2t holds absolute target ids; SGLang adds the draft id to each. Store target id - draft id."]
-    if bool((target_ids.diff() <= 0).any()) or int(target_ids.min()) < 0 or int(target_ids.max()) >= len(t2d):
-        return [f"d2t: i + d2t[i] must ascend strictly within 0..{len(t2d) - 1}."]
-    if len(d2t) < len(t2d) and not bool(d2t.any()):
+    target_ids = d2t + np.arange(len(d2t))
+    if (np.diff(target_ids) <= 0).any() or target_ids[0] < 0 or target_ids[-1] >= vocab:
+        return [f"d2t: i + d2t[i] must ascend strictly within 0..{vocab - 1}."]
+    if len(d2t) < vocab and not d2t.any():
         return ["d2t is all zero: the draft could propose only the first tokens of the vocabulary."]
-    marked = torch.zeros_like(t2d)
-    marked[target_ids] = True
-    if not torch.equal(marked, t2d):
-        if holds_absolute_ids(d2t, t2d):
-            return ["d2t holds absolute target ids; SGLang adds the draft id to each. Store target id - draft id."]
-        return [f"t2d marks {int(t2d.sum())} tokens, d2t names {len(d2t)}; they must be the same tokens."]
+    if marked is not None and not np.array_equal(np.flatnonzero(marked), target_ids):
+        return [f"t2d marks {int(marked.sum())} tokens, d2t names {len(d2t)}; they must be the same tokens."]
     return []
 
 
-def holds_absolute_ids(d2t, t2d) -> bool:
-    """Whether d2t is exactly the ascending list of the tokens that t2d marks: ids, not offsets."""
-    import torch
+def holds_absolute_ids(d2t, t2d, vocab_size: int) -> bool:
+    """Whether d2t holds ids where SGLang takes offsets.
 
-    return torch.equal(d2t, t2d.nonzero().squeeze(1))
+    The marks of t2d decide. Without them only a list that ascends within the vocabulary, and as offsets would leave it,
+    can be nothing else.
+    """
+    import numpy as np
+
+    if t2d is not None:
+        return len(d2t) > 1 and np.array_equal(d2t, np.flatnonzero(t2d))
+    ascends = bool((np.diff(d2t) > 0).all()) and d2t[0] >= 0 and d2t[-1] < vocab_size
+    return ascends and int(d2t[-1]) + len(d2t) - 1 >= vocab_size

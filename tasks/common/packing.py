@@ -1,9 +1,12 @@
 """Several samples on one token axis: what the draft is run over, without a padded position."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
+
+from tasks.common.hidden_states import Sample
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,19 @@ class PackedSamples:
     loss_mask: torch.Tensor
     aux: torch.Tensor
     last: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> "PackedSamples":
+        """Lay samples end to end, states as float32."""
+        ends = torch.tensor([sample.num_tokens for sample in samples]).cumsum(0).tolist()
+        return cls(
+            sample_ids=tuple(sample.id for sample in samples),
+            bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)),
+            input_ids=torch.cat([sample.input_ids for sample in samples]).long(),
+            loss_mask=torch.cat([sample.loss_mask for sample in samples]).bool(),
+            aux=torch.cat([sample.aux.flatten(1) for sample in samples]).float(),
+            last=torch.cat([sample.last for sample in samples]).float(),
+        )
 
     @property
     def num_tokens(self) -> int:

@@ -84,6 +84,11 @@ class TrainDraft(Section):
     seed: int = 0
 
 
+def tree_tokens(num_steps: int, topk: int) -> int:
+    """Tokens of the tree that a round can verify: the last one, top-k behind it, and top-k squared a further step."""
+    return 1 + topk + (num_steps - 1) * topk**2
+
+
 class Serve(Section):
     speculative_algorithm: str = "EAGLE3"
     num_steps: Count = 3
@@ -104,7 +109,7 @@ class Serve(Section):
                 f"num_draft_tokens is {self.num_draft_tokens}, but with eagle_topk 1 a round verifies num_steps + 1 = "
                 f"{self.num_steps + 1} tokens (SGLang forces it); set num_draft_tokens: {self.num_steps + 1}"
             )
-        tree = 1 + self.eagle_topk + (self.num_steps - 1) * self.eagle_topk**2
+        tree = tree_tokens(self.num_steps, self.eagle_topk)
         if self.num_draft_tokens > tree:
             raise ValueError(
                 f"num_draft_tokens is {self.num_draft_tokens}, but {self.num_steps} steps with top-k {self.eagle_topk} "

@@ -5,6 +5,7 @@ When a slot disagrees, `find_state` compares it with every state of the target t
 to capture by mistake, and names the best match with its margin.
 """
 
+import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -66,6 +67,17 @@ def find_state(served: torch.Tensor, states: dict[str, torch.Tensor]) -> Match:
     return Match(name, error, runner_up, runner_up_error)
 
 
+def output_name(layer: int) -> str:
+    """How the output of a decoder layer is called in every message, and in `all_states`."""
+    return f"the output of layer {layer}"
+
+
+def output_layer(name: str) -> int | None:
+    """The layer whose output a state is called; None of any other state."""
+    found = re.fullmatch(r"the output of layer (\d+)", name)
+    return int(found[1]) if found else None
+
+
 def layer_outputs(model, input_ids: torch.Tensor, layers: tuple[int, ...]) -> list[torch.Tensor]:
     """Outputs of decoder layers, 0-based, residual added and no norm: float32 [tokens, H] each.
 
@@ -82,16 +94,20 @@ def all_states(model, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """Every state that could be captured by mistake, by name: float32 [tokens, H] each.
 
     The embedding; each layer's output; the same after the norm that follows it; what each layer's MLP adds
-    before the residual is added (what an engine holds between two fused norms).
+    before the residual is added (what an engine holds between two fused norms), where the layers have these parts.
     """
     decoder = model.get_decoder()
     modules: dict[str, torch.nn.Module] = {"the embedding": model.get_input_embeddings()}
     for number, layer in enumerate(decoder.layers):
-        modules[f"the output of layer {number}"] = layer
-        modules[f"the MLP branch of layer {number}, without the residual"] = layer.mlp
-        before = "the embedding" if number == 0 else f"the output of layer {number - 1}"
-        modules[f"{before} after the input norm of layer {number}"] = layer.input_layernorm
-    modules[f"the output of layer {len(decoder.layers) - 1} after the final norm"] = decoder.norm
+        modules[output_name(number)] = layer
+        before = "the embedding" if number == 0 else output_name(number - 1)
+        parts = {
+            f"the MLP branch of layer {number}, without the residual": getattr(layer, "mlp", None),
+            f"{before} after the input norm of layer {number}": getattr(layer, "input_layernorm", None),
+        }
+        modules |= {name: part for name, part in parts.items() if part is not None}
+    if hasattr(decoder, "norm"):
+        modules[f"{output_name(len(decoder.layers) - 1)} after the final norm"] = decoder.norm
     return _capture(model, input_ids, modules)
 
 

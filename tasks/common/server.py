@@ -16,7 +16,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from tasks.common import gpu
+from tasks.common.check import require_no_errors
 from tasks.common.errors import DraftlineError
+from tasks.common.live_checks.identity import Listener, check_nonce, check_serves
 from tasks.common.server_log import LogReader, explain
 from tasks.common.server_plan import ServerPlan, process_environment
 from tasks.common.server_session import (
@@ -158,29 +160,19 @@ class Server(SGLangClient):
 
     def _prove_identity(self) -> None:
         """A health check may be answered by an old server that still holds the port (failure mode S1)."""
-        answered = self.generate([0], {"max_new_tokens": 1, "temperature": 0}).weight_version
-        if answered != self.weight_version:
+        listener, answered = Listener.of(self.url), self.generate([0], {"max_new_tokens": 1, "temperature": 0})
+        require_no_errors([check_nonce(answered.weight_version, self.weight_version, listener)])
+        if listener.pid is not None and listener.pid not in {process.pid for process in self._session()}:
             raise DraftlineError(
-                f"{self.url} is answered by another server: its weight version is {answered}, ours is {self.weight_version}. "
-                f"The port belongs to {describe_process(port_owner(self.plan.port))}."
+                f"port {self.plan.port} belongs to {describe_process(listener.pid)}, not to the server started here."
             )
-        owner = port_owner(self.plan.port)
-        if owner is not None and owner not in {process.pid for process in self._session()}:
-            raise DraftlineError(
-                f"port {self.plan.port} belongs to {describe_process(owner)}, not to the server started here."
-            )
-        info = self.server_info()
         expected = {
             "model_path": str(self.plan.target),
             "speculative_algorithm": self.plan.algorithm,
             "speculative_draft_model_path": str(self.plan.draft) if self.plan.draft else None,
             "dtype": self.plan.dtype,
         }
-        wrong = [
-            f"{key} is {info.get(key)}, planned {value}" for key, value in expected.items() if info.get(key) != value
-        ]
-        if wrong:
-            raise DraftlineError(f"{self.url}/server_info disagrees with the plan: {'; '.join(wrong)}. Log: {self.log}")
+        require_no_errors([check_serves(self.server_info(), expected, listener)])
 
     def _prove_gpu_memory_is_back(self) -> None:
         deadline = time.monotonic() + _GPU_RELEASE_S

@@ -177,10 +177,22 @@ def describe_process(pid: int | None) -> str:
     """'pid 812 (python -m http.server 30000)', as far as it can be seen."""
     if pid is None:
         return "a process that this user cannot see"
+    words = command_line(pid)
+    return f"pid {pid} ({' '.join(words)[:200]})" if words else f"pid {pid}"
+
+
+def command_line(pid: int) -> list[str]:
+    """Words that a process was started with, empty where they cannot be seen."""
     with suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-        return f"pid {pid} ({b' '.join(words).decode(errors='replace')[:200]})"
-    return f"pid {pid}"
+        return Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").decode(errors="replace").split("\0")
+    return []
+
+
+def working_folder(pid: int) -> Path | None:
+    """Where a process's relative paths start; None where it cannot be seen."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cwd").readlink()
+    return None
 
 
 def _pids() -> Iterator[int]:

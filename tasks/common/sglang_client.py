@@ -68,18 +68,24 @@ class SGLangClient:
         import requests
         from requests.adapters import HTTPAdapter
 
-        self.url = url
+        self.url = url.rstrip("/")
         self._http = requests.Session()
         self._http.trust_env = False  # a proxy of the environment has no business on loopback
         self._http.mount("http://", HTTPAdapter(pool_connections=1, pool_maxsize=_CONNECTIONS))
 
     def generate(
-        self, input_ids: list[int], sampling: dict[str, Any], *, return_hidden_states: bool = False
+        self,
+        input_ids: list[int],
+        sampling: dict[str, Any],
+        *,
+        return_hidden_states: bool = False,
+        cache_key: str | None = None,
     ) -> Completion:
         """Continue `input_ids`.
 
         Args:
             sampling: SGLang's names: temperature, max_new_tokens, ...
+            cache_key: a request shares the prefix cache with those of the same key alone.
 
         Raises:
             DraftlineError: the server refused the request, aborted it, or died.
@@ -87,6 +93,8 @@ class SGLangClient:
         body: dict[str, Any] = {"input_ids": input_ids, "sampling_params": sampling}
         if return_hidden_states:
             body["return_hidden_states"] = True
+        if cache_key:
+            body["extra_key"] = cache_key
         started = time.perf_counter()
         answer = self._ask("POST", "/generate", json=body)
         completion = Completion.of(answer, time.perf_counter() - started)
@@ -155,7 +163,7 @@ def _either(meta: dict[str, Any], name: str, old_name: str, default: Any) -> Any
 
 
 def _rows(hidden_states: list) -> "np.ndarray":
-    """Flatten SGLang's nesting: a list of rows for each chunk of the prompt, then a row a generated token."""
+    """Flatten SGLang's nesting: a list of rows for the prompt (its last chunk), then a row a generated token."""
     import numpy as np
 
     rows: list[list[float]] = []

@@ -1,9 +1,11 @@
-"""What differs between SGLang's releases for an EAGLE-3 draft: one row a release, the newest last.
+"""What differs between SGLang's releases for an EAGLE-3 draft: a row for each that differs from the one before.
 
-Each fact was read in the release's source or seen by running it. A release between two rows is taken as the older
-one; one after the last row as the last, and the doctor says so.
+Each fact was read in the source of every release from OLDEST to NEWEST; what classes of targets capture stands in
+common/capture.py. A release between two rows is as the older one. One after the newest is taken as the newest, since
+nothing is known of it: the doctor says so.
 """
 
+import re
 from dataclasses import dataclass
 
 
@@ -25,9 +27,10 @@ class Engine:
 
 ENGINES = (
     Engine("0.5.16", False, ("flashinfer", "fa3", "triton"), False),
+    Engine("0.5.17", True, ("flashinfer", "fa3", "triton"), False),
     Engine("0.5.23", True, ("flashinfer", "fa3", "triton"), True),
 )
-NEWEST = ENGINES[-1].version
+OLDEST, NEWEST = ENGINES[0].version, ENGINES[-1].version
 
 
 def engine_of(version: str) -> Engine | None:
@@ -37,5 +40,5 @@ def engine_of(version: str) -> Engine | None:
 
 
 def number(version: str) -> tuple[int, ...]:
-    """'0.5.16.post1' -> (0, 5, 16)."""
-    return tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    """'0.5.16.post1' -> (0, 5, 16), '0.5.24rc1' -> (0, 5, 24)."""
+    return tuple(int(digits.group()) for part in version.split(".")[:3] if (digits := re.match(r"\d+", part)))

@@ -1,19 +1,37 @@
 """The plan of a server with a draft, and what it refuses: drafts that SGLang would load cleanly and serve otherwise
 than they were trained."""
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.common.checkpoint_form import check_export
-from tasks.common.contract import Contract, captured_layers, served_layer_ids
-from tasks.common.draft_files import CONFIG
+from tasks.common.check import Check, described
+from tasks.common.command_line import CommandLine
+from tasks.common.contract import Contract
+from tasks.common.draft_checks.plan import check_plan, quantisation_of
+from tasks.common.draft_checks.run import check_draft_files
+from tasks.common.draft_checks.subject import Subject
+from tasks.common.draft_files import DraftFiles, read_config
+from tasks.common.draft_form import Draft
 from tasks.common.errors import DraftlineError
 from tasks.common.files import ARTIFACTS, read_json
 from tasks.common.params import PARAMS, Params
 from tasks.common.server_plan import ServerPlan, baseline_plan, flag
-from tasks.common.target import TARGET, load_config, target_contract
+from tasks.common.target import TARGET, TargetShape, load_config, target_contract
 
 EXPORT = ARTIFACTS / "export"
+# Where the flags that a check reads come from.
+_PARAMETERS = {
+    "C1 algorithm": "serve.speculative_algorithm",
+    "S3 chain": "serve.num_steps, serve.eagle_topk, serve.num_draft_tokens",
+    "S3 page size": "serve.eagle_topk, serve.extra_args",
+    "S3 backends": "serve.eagle_topk, serve.extra_args",
+    "C9 quantisation": "serve.extra_args",
+    "C10 served dtype": "target.dtype",
+    "W5 positions": "serve.context_length",
+    "H1 hidden states": "serve.extra_args",
+    "plan": "serve.extra_args",
+}
 
 
 def speculative_plan(
@@ -22,17 +40,17 @@ def speculative_plan(
     """The target with an exported EAGLE-3 draft.
 
     Raises:
-        DraftlineError: the draft would load and be read otherwise than it was trained (`check_draft`),
-            or the settings cannot be served.
+        DraftlineError: the settings cannot be served, or the draft would load cleanly and be served otherwise than it
+            was trained: another algorithm, a broken export, another contract, other layers, another dtype, too few
+            positions. Each check that failed says what would happen, and the fix.
     """
     serve = params.serve
-    check_draft(params, draft, target_contract(params.contract, target))
     plan = baseline_plan(params, port=port, target=target)
     chain = f"{serve.num_steps} steps, top-k {serve.eagle_topk}, {serve.num_draft_tokens} tokens verified a round"
     speculation = [
         flag(
             "--speculative-algorithm",
-            "EAGLE3",
+            serve.speculative_algorithm,
             reason="EAGLE would load this draft, never call its fc, and accept nothing",
         ),
         flag("--speculative-draft-model-path", str(draft), reason="the exported draft"),
@@ -44,7 +62,7 @@ def speculative_plan(
             reason="a round verifies the last token and the draft behind it",
         ),
     ]
-    if _is_quantised(params, target):
+    if quantisation_of(_line(plan), read_config(target)):
         speculation.append(
             flag(
                 "--speculative-draft-model-quantization",
@@ -52,73 +70,39 @@ def speculative_plan(
                 reason="the target is quantised, and SGLang would read the draft's weights as quantised too",
             )
         )
-    return replace(plan, kind="speculative", draft=draft, algorithm="EAGLE3", flags=(*plan.flags, *speculation))
+    algorithm = serve.speculative_algorithm.upper()
+    plan = replace(plan, kind="speculative", draft=draft, algorithm=algorithm, flags=(*plan.flags, *speculation))
+    _require_served_as_trained(plan, draft, target, target_contract(params.contract, target))
+    return plan
 
 
-def check_draft(params: Params, draft: Path, contract: Contract) -> None:
-    """The exported draft would be served as it was trained.
+def _require_served_as_trained(plan: ServerPlan, draft: Path, target: Path, contract: Contract) -> None:
+    """The doctor's checks of the draft's files and of the plan's command line; its warnings count as errors here.
 
     Args:
         contract: of the target as it will be served.
-
-    Raises:
-        DraftlineError: another algorithm (C1), a broken export (W1 to W10), another contract or other layers (C3),
-            another dtype (C10), too few positions (W5). Each message says what would happen, and the fix.
     """
-    _check_algorithm(params, draft, contract)
-    problems = check_export(draft)
-    if problems:
-        raise DraftlineError("\n".join(problems))
-    config = read_json(draft / CONFIG)
-    _check_contract(draft, config, contract)
-    _check_dtype_and_positions(params, draft / CONFIG, config)
-
-
-def _check_algorithm(params: Params, draft: Path, contract: Contract) -> None:
-    algorithm = params.serve.speculative_algorithm
-    if algorithm != "EAGLE3":
-        raise DraftlineError(
-            f"{PARAMS}: serve.speculative_algorithm is {algorithm}, but {draft} holds an EAGLE-3 draft. SGLang would start "
-            f"cleanly and accept nothing: fc is never called, so the draft is fed {contract.hidden_size}-wide states where "
-            f"it was trained on {len(contract.aux_layer_ids)} x {contract.hidden_size} = {contract.aux_width}. "
-            f"Set serve.speculative_algorithm: EAGLE3."
-        )
-
-
-def _check_contract(draft: Path, config: dict, contract: Contract) -> None:
-    record = draft / "draftline.json"
-    Contract.model_validate(read_json(record)["contract"]).require_same(contract, str(record), "the target as served")
-    ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    captured = captured_layers(ids, contract.architecture)
-    if captured != contract.aux_layer_ids:
-        raise DraftlineError(
-            f"{draft / CONFIG}: SGLang reads eagle_aux_hidden_state_layer_ids {ids} on {contract.architecture} as the "
-            f"outputs of layers {list(captured)}; the draft was trained on {list(contract.aux_layer_ids)}, which is "
-            f"written {served_layer_ids(contract.aux_layer_ids, contract.architecture)}. Export again: "
-            f"`dvc repro --force export_draft`."
-        )
-
-
-def _check_dtype_and_positions(params: Params, where: Path, config: dict) -> None:
-    if config["torch_dtype"] != params.target.dtype:
-        raise DraftlineError(
-            f"{where}: torch_dtype is {config['torch_dtype']}, target.dtype in {PARAMS} is {params.target.dtype}. A draft is "
-            f"served in the type whose states it was trained on. Run `dvc repro` to make the draft anew."
-        )
-    positions = config["max_position_embeddings"]
-    if positions < params.serve.context_length:
-        raise DraftlineError(
-            f"{where}: max_position_embeddings is {positions}, serve.context_length in {PARAMS} is "
-            f"{params.serve.context_length}. Beyond {positions} tokens nothing would be accepted. Set "
-            f"serve.context_length to at most {positions}, or export a draft with the target's positions."
-        )
-
-
-def _is_quantised(params: Params, target: Path) -> bool:
-    config = load_config(target)
-    stored = any(
-        getattr(part, key, None)
-        for part in (config, config.get_text_config())
-        for key in ("quantization_config", "compression_config")
+    record, line = draft / "draftline.json", _line(plan)
+    subject = Subject(
+        draft=Draft.of(DraftFiles.open(draft), contract.architecture),
+        target=TargetShape.of(load_config(target)),
+        target_config=read_config(target),
+        contract=contract,
+        contract_from=str(record),
+        context_length=line.number("--context-length"),
     )
-    return stored or any(word.startswith(("--quantization", "--modelopt-quant")) for word in params.serve.extra_args)
+    checks = [*check_draft_files(subject), *check_plan(line, subject)]
+    failed = [check for check in checks if check.verdict in ("error", "warning")]
+    if failed:
+        problems = "\n".join(_described(check) for check in failed)
+        raise DraftlineError(f"{draft} would not be served as it was trained:\n{problems}")
+    Contract.model_validate(read_json(record)["contract"]).require_same(contract, str(record), "the target as served")
+
+
+def _described(check: Check) -> str:
+    named = _PARAMETERS.get(check.id)
+    return f"- {described(check)}" + (f" It comes from {named} in {PARAMS}." if named else "")
+
+
+def _line(plan: ServerPlan) -> CommandLine:
+    return CommandLine.parse(shlex.join(plan.command("")))

@@ -140,15 +140,18 @@ def _outline(path: Path) -> list:
 
 def load_model(params: TargetParams, folder: Path = TARGET):
     """The prepared target in eval mode, in `params.dtype` on `params.device`."""
+    return load_causal_lm(model_folder(params, folder), params.dtype, params.device, params.trust_remote_code)
+
+
+def load_causal_lm(folder: Path, dtype: str, device: str = "cpu", trust_remote_code: bool = False):
+    """A folder of weights as transformers' causal LM in eval mode."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        model_folder(params, folder),
-        dtype=getattr(torch, params.dtype),
-        trust_remote_code=params.trust_remote_code,
+        folder, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
     )
-    return model.to(params.device).eval()
+    return model.to(device).eval()
 
 
 def render_prompt(tokenizer, messages: list[dict]) -> list[int]:

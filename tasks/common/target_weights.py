@@ -1,13 +1,17 @@
 """Single tensors of a target, read without loading the model."""
 
 import json
+from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from safetensors import safe_open
 
 from tasks.common.errors import DraftlineError
 from tasks.common.target import TARGET
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TargetWeights:
@@ -24,7 +28,7 @@ class TargetWeights:
         if index.exists():
             self._files: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         elif single.exists():
-            with safe_open(single, framework="pt") as file:
+            with safe_open(single, framework="np") as file:  # a header needs no torch, whose import takes seconds
                 self._files = dict.fromkeys(file.keys(), single.name)
         else:
             raise DraftlineError(
@@ -46,7 +50,7 @@ class TargetWeights:
             raise DraftlineError(f"{self.folder}: several tensors are named {suffix}: {', '.join(sorted(names))}.")
         return names[0] if names else None
 
-    def read(self, suffix: str) -> torch.Tensor:
+    def read(self, suffix: str) -> "torch.Tensor":
         """The tensor whose name ends with `suffix`, in float32.
 
         Raises:
@@ -66,17 +70,25 @@ class TargetWeights:
         name = self.find(suffix)
         if name is None:
             return None
-        with safe_open(self.folder / self._files[name], framework="pt") as file:
+        with safe_open(self.folder / self._files[name], framework="np") as file:
             return tuple(file.get_slice(name).get_shape())
 
-    def embed_tokens(self) -> torch.Tensor:
+    def num_parameters(self) -> int:
+        """Numbers in all tensors, from the headers."""
+        total = 0
+        for path in dict.fromkeys(self._files.values()):
+            with safe_open(self.folder / path, framework="np") as file:
+                total += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        return total
+
+    def embed_tokens(self) -> "torch.Tensor":
         """[V, H]; not the copy that a layer for multi-token prediction has (model.layers.61.embed_tokens)."""
         return self.read("model.embed_tokens.weight")
 
-    def lm_head(self) -> torch.Tensor:
+    def lm_head(self) -> "torch.Tensor":
         """[V, H]: the head's own rows, or the embedding's where the two are tied."""
         return self.read("lm_head.weight") if self.find("lm_head.weight") else self.embed_tokens()
 
-    def final_norm(self) -> torch.Tensor:
+    def final_norm(self) -> "torch.Tensor":
         """Weight of the RMSNorm before the head, [H]."""
         return self.read("model.norm.weight")

@@ -26,6 +26,11 @@ class VocabMap:
     vocab_size: int
     inputs_sha256: str
 
+    @classmethod
+    def of_offsets(cls, d2t: torch.Tensor, vocab_size: int, inputs_sha256: str = "") -> "VocabMap":
+        """From offsets as SGLang reads them: target id = i + d2t[i]; int64 [D]."""
+        return cls(d2t.long() + torch.arange(len(d2t)), vocab_size, inputs_sha256)
+
     @property
     def d2t(self) -> torch.Tensor:
         """Offsets as SGLang reads them: target id = i + d2t[i]; int64 [D]."""
@@ -61,4 +66,4 @@ class VocabMap:
                 inputs_sha256 = file.metadata()["inputs_sha256"]
         except Exception as error:
             raise DraftlineError(f"{path}: no vocabulary map: {error}. Run `dvc repro train_draft`.") from None
-        return cls(d2t + torch.arange(len(d2t)), len(t2d), inputs_sha256)
+        return cls.of_offsets(d2t, len(t2d), inputs_sha256)

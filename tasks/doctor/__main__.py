@@ -4,8 +4,10 @@
     python -m tasks.doctor --draft DIR --plan "python -m sglang.launch_server --model-path M --speculative-algorithm EAGLE3 ..."
     python -m tasks.doctor --draft DIR --target DIR --fix REPAIRED
 
-Reads SGLang/EAGLE, SpecForge and speculators checkpoints, .safetensors or .bin; no GPU, no model is built, no server is
-started. Exit code 0: no errors; 1: errors; 2: could not run.
+    python -m tasks.doctor --draft DIR --target DIR --server http://127.0.0.1:30000
+
+Reads SGLang/EAGLE, SpecForge and speculators checkpoints, .safetensors or .bin; no GPU, no server is started, and but for
+--server no model is built. Exit code 0: no errors; 1: errors; 2: could not run.
 """
 
 import argparse
@@ -25,7 +27,12 @@ def main(arguments: list[str] | None = None) -> int:
     """Examine, repair where asked, print; the exit code."""
     options = _parser().parse_args(arguments)
     request = Request(
-        options.draft, options.target, options.hidden_states, options.sglang, options.plan, options.transformers
+        draft=options.draft,
+        target=options.target,
+        hidden_states=options.hidden_states,
+        version=options.sglang,
+        plan=options.plan,
+        server=options.server,
     )
     try:
         subject, checks = examine(request)
@@ -43,9 +50,13 @@ def main(arguments: list[str] | None = None) -> int:
         return COULD_NOT_RUN
     code = ERRORS if any(check.verdict == "error" for check in checks) else OK
     if options.json:
-        print(json.dumps(_report(subject.draft.form, options, checks, repairs), indent=2, ensure_ascii=False))
+        print(
+            json.dumps(
+                _report(subject.draft.form, subject.version, options, checks, repairs), indent=2, ensure_ascii=False
+            )
+        )
     else:
-        _print(subject.draft.form, options, checks, repairs)
+        _print(subject.draft.form, subject.version, options, checks, repairs)
     return code
 
 
@@ -56,33 +67,33 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft", type=Path, required=True, help="folder of the draft")
     parser.add_argument("--target", type=Path, help="folder of the target; config.json is enough for most checks")
     parser.add_argument("--hidden-states", type=Path, help="Draftline's dump that the draft was trained on")
-    parser.add_argument("--sglang", default=NEWEST, metavar="VERSION", help="release that will serve (%(default)s)")
-    parser.add_argument("--plan", metavar="LINE", help="the server's whole command line, quoted")
     parser.add_argument(
-        "--transformers", action="store_true", help="also C7: load the config as the server will (+ 3 s)"
+        "--sglang", metavar="VERSION", help=f"release that will serve (the running server's, else {NEWEST})"
     )
+    parser.add_argument("--plan", metavar="LINE", help="the server's whole command line, quoted")
+    parser.add_argument("--server", metavar="URL", help="a running server; with --target's weights or --hidden-states")
     parser.add_argument("--json", action="store_true", help="for machines")
     parser.add_argument("--fix", type=Path, metavar="OUT", help="write a repaired copy, and examine that")
     return parser
 
 
-def _report(form: str, options: argparse.Namespace, checks: list[Check], repairs: list[str]) -> dict:
+def _report(form: str, version: str, options: argparse.Namespace, checks: list[Check], repairs: list[str]) -> dict:
     return {
         "verdict": worst(checks),
         "draft": str(options.draft),
         "form": form,
-        "sglang": options.sglang,
+        "sglang": version,
         "repaired": {"folder": str(options.fix), "changes": repairs} if repairs else None,
         "checks": [check.model_dump() for check in checks],
     }
 
 
-def _print(form: str, options: argparse.Namespace, checks: list[Check], repairs: list[str]) -> None:
+def _print(form: str, version: str, options: argparse.Namespace, checks: list[Check], repairs: list[str]) -> None:
     from tasks.common.check_table import print_checks
     from tasks.common.console import console
 
     terminal = console()
-    terminal.print(f"{options.draft}: {form} form, for SGLang {options.sglang}", markup=False)
+    terminal.print(f"{options.draft}: {form} form, for SGLang {version}", markup=False)
     if options.fix:
         for change in repairs or ["nothing that can be repaired without guessing; no copy was written"]:
             terminal.print(f"  {change}", markup=False, soft_wrap=True)

@@ -2,22 +2,30 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from tasks.common.check import Check
+from tasks.common.command_line import CommandLine
 from tasks.common.contract import Contract
 from tasks.common.draft_checks.lost_keys import check_lost_keys
+from tasks.common.draft_checks.plan import check_plan
 from tasks.common.draft_checks.run import check_draft_files
 from tasks.common.draft_checks.subject import Subject, read_target
-from tasks.common.draft_files import CONFIG, DraftFiles
+from tasks.common.draft_files import CONFIG, DraftFiles, read_object
 from tasks.common.draft_form import Draft
 from tasks.common.errors import DraftlineError
-from tasks.common.files import read_json
-from tasks.common.sglang_versions import NEWEST
-from tasks.doctor.command_line import CommandLine
-from tasks.doctor.plan_rules import check_plan
-from tasks.doctor.states import check_coverage, check_last_norm, check_record, open_states
+from tasks.common.sglang_client import SGLangClient
+from tasks.common.sglang_versions import NEWEST, engine_of
+from tasks.doctor.states import (
+    check_coverage,
+    check_last_norm,
+    check_map_source,
+    check_record,
+    check_target_weights,
+    open_states,
+)
 
 RECORD = "draftline.json"
 # EAGLE-3 classes of SGLang whose layer is not Llama's: latent attention has other tensors.
@@ -30,16 +38,17 @@ class Request:
 
     Attributes:
         hidden_states: a dump of Draftline's, or one split of it.
+        version: of SGLang; None takes the running server's, else the newest that is known.
         plan: a server's command line.
-        transformers: also load the config with transformers, as the server will; its import takes seconds.
+        server: URL of a running server.
     """
 
     draft: Path
     target: Path | None = None
     hidden_states: Path | None = None
-    version: str = NEWEST
+    version: str | None = None
     plan: str | None = None
-    transformers: bool = False
+    server: str | None = None
 
 
 def examine(request: Request) -> tuple[Subject, list[Check]]:
@@ -50,7 +59,10 @@ def examine(request: Request) -> tuple[Subject, list[Check]]:
     """
     shape, target_config = read_target(request.target) if request.target else (None, None)
     states = open_states(request.hidden_states) if request.hidden_states else None
-    line = CommandLine.parse(request.plan) if request.plan else None
+    client = SGLangClient(request.server) if request.server else None
+    info = client.server_info() if client else {}
+    planned = CommandLine.parse(request.plan) if request.plan else None
+    line = planned or (resolved_line(info) if info else None)
     recorded = _recorded(request.draft)
     contract, contract_from = (None, "")
     if states:
@@ -71,27 +83,55 @@ def examine(request: Request) -> tuple[Subject, list[Check]]:
         contract=contract,
         contract_from=contract_from,
         context_length=line.number("--context-length") if line else None,
-        version=request.version,
+        version=request.version or _release_of(info) or NEWEST,
     )
     _ = subject.engine  # a release that the table does not know is no verdict on the draft
     checks = check_draft_files(subject)
     if any(check.id == "others" for check in checks):
         return subject, checks
-    if request.transformers:
-        checks.append(check_lost_keys(subject))
+    checks += [check_lost_keys(subject, load=request.server is not None), check_target_weights(request.target)]
     identity = _identity(request.target, contract)
     checks.append(check_record(subject, recorded.model_dump(mode="json") if recorded and states else None, identity))
     if states:
-        checks += [check_last_norm(states, request.target), check_coverage(subject, states)]
+        checks += [check_last_norm(states, request.target), check_map_source(subject, states)]
+        checks.append(check_coverage(subject, states))
     if line:
-        checks += check_plan(line, subject)
+        # What a running server returns is looked at itself (H1 rows); its flags need not promise it.
+        checks += [check for check in check_plan(line, subject) if planned or check.id != "H1 hidden states"]
+    if client:
+        from tasks.doctor.live import Server, examine_server
+
+        heldout = open_states(request.hidden_states, "heldout") if request.hidden_states else None
+        checks += examine_server(Server(client, info, planned, request.target, heldout), subject).checks
     return subject, checks
 
 
 def examine_copy(request: Request, folder: Path) -> list[Check]:
-    """The same examination of a repaired copy; a plan's draft path is taken to be the copy's."""
+    """The same examination of a repaired copy's files; a plan's draft path is taken to be the copy's."""
     plan = request.plan and request.plan.replace(str(request.draft), str(folder))
-    return examine(replace(request, draft=folder, plan=plan))[1]
+    return examine(replace(request, draft=folder, plan=plan, server=None))[1]
+
+
+def resolved_line(info: dict[str, Any]) -> CommandLine:
+    """A running server's arguments as it resolved them, in place of a command line: the same rules hold for both."""
+    # SGLang resolves the draft's quantisation to the target's where none is asked for, and 'unquant' to nothing.
+    draft = "speculative_draft_model_quantization"
+    asked = {draft: "unquant"} if info.get(draft) is None else {}
+    if info.get(draft) is not None and info.get(draft) == info.get("quantization"):
+        asked = {draft: None}
+    return CommandLine(
+        {
+            f"--{name.replace('_', '-')}": () if value is True else (str(value),)
+            for name, value in (info | asked).items()
+            if value is not None and value is not False
+        }
+    )
+
+
+def _release_of(info: dict[str, Any]) -> str | None:
+    """The running server's release; None of a build from source, which calls itself 0.0.0."""
+    version = info.get("version")
+    return version if version and engine_of(version) else None
 
 
 def _recorded(draft: Path) -> Contract | None:
@@ -100,7 +140,7 @@ def _recorded(draft: Path) -> Contract | None:
     if not path.is_file():
         return None
     try:
-        return Contract.model_validate(read_json(path)["contract"])
+        return Contract.model_validate(read_object(path)["contract"])
     except (KeyError, TypeError, ValidationError) as error:
         raise DraftlineError(
             f"{path}: holds no contract ({str(error).splitlines()[0]}). Export the draft again."
@@ -111,5 +151,5 @@ def _identity(target: Path | None, contract: Contract | None) -> dict | None:
     """Hashes of a target that Draftline prepared, by the contract's field names."""
     if target is None or contract is None or not (target / RECORD).is_file():
         return None
-    identity = read_json(target / RECORD)
+    identity = read_object(target / RECORD)
     return {name: identity[name] for name in ("target_sha256", "tokenizer_sha256") if name in identity}

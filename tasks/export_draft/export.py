@@ -3,8 +3,9 @@
 import shutil
 from pathlib import Path
 
+from tasks.common.capture import served_layer_ids
 from tasks.common.checkpoint_form import WEIGHTS, check_export
-from tasks.common.contract import Contract, served_layer_ids
+from tasks.common.contract import Contract
 from tasks.common.draft_checks.lost_keys import lost_keys
 from tasks.common.draft_files import CONFIG
 from tasks.common.draft_form import ARCHITECTURE, spell_rope
@@ -87,7 +88,9 @@ def export_config(sizes: dict, contract: Contract, dtype: str) -> dict:
         "mlp_bias": False,
         "tie_word_embeddings": False,
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": served_layer_ids(contract.aux_layer_ids, contract.architecture),
+            "eagle_aux_hidden_state_layer_ids": served_layer_ids(
+                contract.aux_layer_ids, contract.architecture, contract.num_layers
+            ),
             "use_aux_hidden_state": True,
         },
     }

@@ -6,8 +6,9 @@ from typing import Any
 import great_expectations.expectations as gxe
 import pandas as pd
 
+from tasks.common.capture import captured_layers
 from tasks.common.checkpoint_form import WEIGHTS, check_export
-from tasks.common.contract import captured_layers
+from tasks.common.contract import Contract
 from tasks.common.draft_files import CONFIG
 from tasks.common.draft_tensors import expected_tensors
 from tasks.common.errors import DraftlineError
@@ -202,9 +203,7 @@ def _statistics(tensor) -> dict[str, float | int]:
 def _facts(config: dict[str, Any], record: dict[str, Any], params: Params) -> pd.DataFrame:
     contract = target_contract(params.contract)
     facts = [(name, record.get("contract", {}).get(name), value) for name, value in contract.model_dump().items()]
-    facts.append(
-        ("layers that SGLang captures", _captured(config, contract.architecture), list(contract.aux_layer_ids))
-    )
+    facts.append(("layers that SGLang captures", _captured(config, contract), list(contract.aux_layer_ids)))
     for name, file in (("model_sha256", WEIGHTS), ("config_sha256", CONFIG)):
         path = EXPORT / file
         facts.append((name, record.get(name), sha256_file(path) if path.exists() else "absent"))
@@ -213,9 +212,10 @@ def _facts(config: dict[str, Any], record: dict[str, Any], params: Params) -> pd
     )
 
 
-def _captured(config: dict[str, Any], architecture: str) -> list[int] | str:
+def _captured(config: dict[str, Any], contract: Contract) -> list[int] | str:
     try:
-        return list(captured_layers(config["eagle_config"]["eagle_aux_hidden_state_layer_ids"], architecture))
+        ids = config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+        return list(captured_layers(ids, contract.architecture, contract.num_layers))
     except (KeyError, TypeError, IndexError, DraftlineError) as error:
         return f"unreadable: {error}"
 

@@ -10,7 +10,7 @@ import torch
 from tasks.common.contract import Contract
 from tasks.common.hidden_states import HiddenStates, Sample
 from tasks.common.params import Params
-from tasks.common.parity import Agreement, Match, all_states, find_state, layer_outputs
+from tasks.common.parity import Agreement, Match, all_states, find_state, layer_outputs, output_name
 from tasks.common.progress import progress
 from tasks.common.target import load_model
 
@@ -60,12 +60,8 @@ def _spread(states: pd.DataFrame, split: str, contract: Contract, count: int) ->
 
 def _compare(model: torch.nn.Module, sample: Sample, contract: Contract, limit: float) -> Iterator[dict[str, Any]]:
     outputs = layer_outputs(model, sample.input_ids, contract.aux_layer_ids)
-    references = {
-        f"the output of layer {layer}": output for layer, output in zip(contract.aux_layer_ids, outputs, strict=True)
-    }
-    references[f"the output of layer {contract.num_layers - 1} after the final norm"] = _last_state(
-        model, sample.input_ids
-    )
+    references = {output_name(layer): output for layer, output in zip(contract.aux_layer_ids, outputs, strict=True)}
+    references[f"{output_name(contract.num_layers - 1)} after the final norm"] = _last_state(model, sample.input_ids)
     stored = [*sample.aux.unbind(1), sample.last]
     every: dict[str, torch.Tensor] = {}
     for slot, (state, (name, reference)) in enumerate(zip(stored, references.items(), strict=True)):

@@ -1,108 +1,53 @@
-"""Start the real server with the exported draft; prove what it is, that it speculates, and on which states.
+"""Start the real server with the exported draft; prove what it is, on which states, and that it drafts what was exported.
 
     python -m tasks.launch_server            # start, prove, shut down -> reports/launch_server.json
     python -m tasks.launch_server --print    # the line to serve the draft with, a reason for each flag; starts nothing
 
-The plan is checked before anything starts. Then: identity (nonce, paths, owner of the port), speculation on, the
-draft's input n_aux * H wide, and the first parity check: dumped held-out samples are replayed as the same token
-ids, and the server's aux states must equal the dump slot by slot within `gates.max_relative_error`. At the end
-nothing of the server is left running.
+The plan is checked before anything starts. Then the doctor's live checks (tasks/common/live_checks): identity, speculation
+on, the draft's input n_aux * H wide, its states equal to the dump's slot by slot within `gates.max_relative_error`, every
+round as our own draft computes it, and the predicted acceptance length. At the end nothing of the server is left running.
 """
 
-import math
 import sys
-from collections.abc import Sequence
-from importlib.metadata import version
-from typing import TYPE_CHECKING
 
+from tasks.common.check import require_no_errors
+from tasks.common.check_table import print_checks
+from tasks.common.console import console
 from tasks.common.errors import DraftlineError
 from tasks.common.files import REPORTS, write_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.params import Params, load_params
-from tasks.common.server_plan import ServerPlan
 from tasks.common.speculative_plan import speculative_plan
 from tasks.common.stage import run_stage
-from tasks.common.target import load_model, target_contract
+from tasks.common.target import target_contract
 from tasks.common.tracking import Tracker
-from tasks.launch_server.show import show_parity, show_plan
-
-if TYPE_CHECKING:
-    from tasks.launch_server.probe import SlotParity
+from tasks.launch_server.show import show_plan
 
 REPORT = REPORTS / "launch_server.json"
 
 
 def main(params: Params, tracker: Tracker) -> None:
+    from tasks.common.live_checks.run import check_server
     from tasks.common.server import Server
-    from tasks.launch_server import probe
+    from tasks.launch_server.proof import Proof
+    from tasks.launch_server.report import report
 
     plan = speculative_plan(params).with_hidden_states()
-    show_plan(plan)
-    contract, limit = target_contract(params.contract), params.gates.max_relative_error
     states = HiddenStates(HIDDEN_STATES / "heldout")
-    states.contract.require_same(contract, str(states.folder), "the target as served")
-    samples = probe.choose_samples(states, params.serve.context_length)
-    replays = probe.with_wrong_reading(params.target, samples, contract)
-    probe.require_telling_limit(replays, limit)
-
-    with Server(plan) as server:
-        probe.prove_speculation(server, samples[0].input_ids.tolist(), contract)
-        served = [probe.fetch_states(server, replay, contract) for replay in replays]
-
-    parity = [row for replay, aux in zip(replays, served, strict=True) for row in probe.compare(replay, aux, contract)]
-    show_parity(parity, limit)
-    tracker.log_metrics({f"parity_relative_error/slot{row.slot}": row.agreement.relative_error for row in parity})
-    failed = {row.sample for row in parity if not row.agreement.relative_error <= limit}
-    if failed:
-        model = load_model(params.target)
-        named = [
-            f"sample {replay.id}:\n{probe.name_captured_layers(model, replay, aux, parity, limit)}"
-            for replay, aux in zip(replays, served, strict=True)
-            if replay.id in failed
-        ]
-        raise DraftlineError(
-            "the server feeds the draft other states than it was trained on; served so, it accepts little or nothing.\n"
-            + "\n".join(named)
-        )
-    write_json(REPORT, report(plan, params, parity))
+    states.contract.require_same(target_contract(params.contract), str(states.folder), "the target as served")
+    proof = Proof.of(params, plan, states)
+    show_plan(proof.plan)
+    with Server(proof.plan) as server:
+        found = check_server(server, proof.subject, proof.expected(server.weight_version), proof.material)
+    print_checks(found.checks, console())
+    tracker.log_metrics({f"parity_relative_error/slot{row.slot}": row.agreement.relative_error for row in found.parity})
+    require_no_errors(found.checks)
+    write_json(REPORT, report(plan, params, found))
     tracker.log_artifact(REPORT)
-    print("identity proven, speculation on, parity within the limit; the server is down and nothing of it is left")
-
-
-def report(plan: ServerPlan, params: Params, parity: "Sequence[SlotParity]") -> dict:
-    """What was proven. The same for every run over the same inputs: no ports, pids, times or last digits."""
-    limit = params.gates.max_relative_error
-    slots = sorted({(row.slot, row.layer) for row in parity})
-    return {
-        "engine": {"name": "sglang", "version": version("sglang"), "device": plan.device, "dtype": plan.dtype},
-        "algorithm": plan.algorithm,
-        "identity": "proven: weight version, paths and algorithm, owner of the port",
-        "speculation": "on: draft tokens were verified",
-        "parity": {
-            "limit": limit,
-            "samples": sorted({row.sample for row in parity}),
-            "slots": [
-                {
-                    "slot": slot,
-                    "output_of_layer": layer,
-                    "relative_error_below": _bound(
-                        [r.agreement.relative_error for r in parity if r.slot == slot], limit
-                    ),
-                    "wrong_reading": {
-                        "output_of_layer": layer + 1,
-                        "relative_error": round(min(r.shifted.relative_error for r in parity if r.slot == slot), 2),
-                    },
-                }
-                for slot, layer in slots
-            ],
-        },
-        "shutdown": "clean: no process, no listener" + ("" if plan.device == "cpu" else ", GPU memory back"),
-    }
-
-
-def _bound(errors: list[float], limit: float) -> float:
-    """A power of ten above all errors, no finer than a hundredth of the limit: the last digits vary between runs."""
-    return 10.0 ** math.ceil(math.log10(max(*errors, limit / 100)) - 1e-9)
+    open_questions = [f"{check.id}: {check.found}" for check in found.checks if check.verdict == "not applicable"]
+    print(
+        "; ".join(["proven, the server is down, nothing of it is left", *(f"not proven: {q}" for q in open_questions)])
+    )
 
 
 def print_plan() -> None:

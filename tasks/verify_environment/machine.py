@@ -7,9 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from tasks.common import gpu
+from tasks.common.memory import available_memory
 from tasks.verify_environment.facts import Gpu, GpuProcess, Gpus
-
-_CONTROL_GROUP = Path("/sys/fs/cgroup")
 
 
 def machine_facts() -> dict:
@@ -21,19 +20,6 @@ def machine_facts() -> dict:
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "memory_available_bytes": available_memory(),
     }
-
-
-def available_memory(control_group: Path = _CONTROL_GROUP) -> int:
-    """Bytes that new processes can take: the host's, within the limit of this control group (a container's)."""
-    import psutil
-
-    available = psutil.virtual_memory().available
-    with suppress(OSError, ValueError):  # no limit, or another version of control groups
-        limit = int((control_group / "memory.max").read_text())
-        used = int((control_group / "memory.current").read_text())
-        statistics = dict(line.split() for line in (control_group / "memory.stat").read_text().splitlines())
-        available = min(available, limit - used + int(statistics.get("inactive_file", 0)))
-    return available
 
 
 def find_gpus() -> Gpus:

@@ -5,6 +5,7 @@ import time
 
 from tasks.common.check import Check, worst
 from tasks.common.errors import DraftlineError
+from tasks.common.memory import available_memory
 from tasks.common.params import Params
 from tasks.common.server_plan import attention_backends, process_environment, server_environment
 from tasks.common.target_source import architecture_of, locate
@@ -13,7 +14,7 @@ from tasks.verify_environment.checks import host, runtime
 from tasks.verify_environment.checks import target as target_checks
 from tasks.verify_environment.disk import LARGE_FOLDERS, disk_needs
 from tasks.verify_environment.facts import Compute, Engine, Interpreter, Repository, TargetFacts
-from tasks.verify_environment.machine import available_memory, find_gpus, machine_facts
+from tasks.verify_environment.machine import find_gpus, machine_facts
 from tasks.verify_environment.plan import Estimate, Workload, estimate
 from tasks.verify_environment.probes.interpreter import find as describe_interpreter
 from tasks.verify_environment.probes.run import Probe, run_probes

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 from tasks.common.draft import DraftConfig, Eagle3Draft
 from tasks.common.hidden_states import Sample
+from tasks.common.packing import PackedSamples
 from tasks.common.vocab_map import VocabMap
 from tasks.common.walk import correct_drafts, round_starts, walk
-from tests.stored import pack_samples
 
 VOCAB, HIDDEN, AUX = 40, 16, 3
 LLAMA3 = {
@@ -23,8 +23,14 @@ LLAMA3 = {
 }
 
 
-def make_draft(draft_vocab: int = 24, heads: int = 4, kv_heads: int = 2, head_dim: int = 4, rope: dict | None = None):
-    """A tiny draft with random weights, float32."""
+def make_draft(
+    draft_vocab: int = 24, heads: int = 4, kv_heads: int = 2, head_dim: int = 4, rope: dict | None = None, **norms
+):
+    """A tiny draft with random weights, float32.
+
+    Args:
+        norms: of `DraftConfig`: target_hidden_size, norm_before_fc, fc_norm, norm_output.
+    """
     config = DraftConfig(
         hidden_size=HIDDEN,
         intermediate_size=24,
@@ -37,6 +43,7 @@ def make_draft(draft_vocab: int = 24, heads: int = 4, kv_heads: int = 2, head_di
         rms_norm_eps=1e-5,
         rope_parameters=rope or {"rope_type": "default", "rope_theta": 100.0},
         max_position_embeddings=64,
+        **norms,
     )
     draft = Eagle3Draft(config, torch.randn(VOCAB, HIDDEN))
     for parameter in draft.parameters():
@@ -44,7 +51,7 @@ def make_draft(draft_vocab: int = 24, heads: int = 4, kv_heads: int = 2, head_di
     return draft
 
 
-def make_sample(name: str, prompt: int, answer: int, turns: int = 1) -> Sample:
+def make_sample(name: str, prompt: int, answer: int, turns: int = 1, width: int = HIDDEN) -> Sample:
     """Random states over `turns` turns of `prompt` tokens asked and `answer` tokens answered."""
     mask = torch.tensor(([0] * prompt + [1] * answer) * turns, dtype=torch.uint8)
     tokens = len(mask)
@@ -52,7 +59,7 @@ def make_sample(name: str, prompt: int, answer: int, turns: int = 1) -> Sample:
         id=name,
         input_ids=torch.randint(VOCAB, (tokens,), dtype=torch.int32),
         loss_mask=mask,
-        aux=torch.randn(tokens, AUX, HIDDEN),
+        aux=torch.randn(tokens, AUX, width),
         last=torch.randn(tokens, HIDDEN),
     )
 
@@ -84,7 +91,7 @@ class Reference:
         """Output of each step at every position 0..L-2, [L - 1, H]; `tokens[i]` [L - 1] is what step i reads."""
         c, n = self.config, sample.num_tokens - 1
         position = torch.arange(n)
-        state = sample.aux[:n].flatten(1).double() @ self.w["fc.weight"].T
+        state = self.combine(sample.aux[:n].double())
         keys, values, masks, outputs = [], [], [], []
         for step, read in enumerate(tokens):
             embedding = self.norm(self.embed[read], "midlayer.input_layernorm.weight")
@@ -106,7 +113,17 @@ class Reference:
             gate, up = y @ self.w["midlayer.mlp.gate_proj.weight"].T, y @ self.w["midlayer.mlp.up_proj.weight"].T
             state = state + (F.silu(gate) * up) @ self.w["midlayer.mlp.down_proj.weight"].T
             outputs.append(state)
+            if c.norm_output:
+                state = self.norm(state, "norm.weight")
         return outputs
+
+    def combine(self, aux):
+        """[n, n_aux, H_t] -> what stands in for the state of step 0, [n, H]."""
+        if self.config.norm_before_fc:
+            aux = self.norm(aux.flatten(1), "input_norm.weight").view(aux.shape)
+        if self.config.fc_norm:
+            aux = torch.stack([self.norm(aux[:, s], f"fc_norm.{s}.weight") for s in range(aux.shape[1])], dim=1)
+        return aux.flatten(1) @ self.w["fc.weight"].T
 
     def logits(self, hidden):
         return self.norm(hidden, "norm.weight") @ self.w["lm_head.weight"].T
@@ -129,6 +146,9 @@ SHAPES = [
     {"lengths": [(2, 2), (4, 1), (6, 8)], "num_steps": 4, "heads": 8, "kv_heads": 2, "head_dim": 6},
     {"lengths": [(4, 5), (3, 3)], "num_steps": 3, "draft_vocab": VOCAB},
     {"lengths": [(9, 12), (2, 7)], "num_steps": 5, "heads": 2, "kv_heads": 2, "head_dim": 8, "rope": LLAMA3},
+    {"lengths": [(3, 4), (7, 2)], "num_steps": 3, "fc_norm": True},
+    {"lengths": [(3, 4), (7, 2)], "num_steps": 3, "norm_output": True},
+    {"lengths": [(3, 4), (7, 2)], "num_steps": 3, "norm_before_fc": True, "fc_norm": True, "target_hidden_size": 20},
 ]
 
 
@@ -139,8 +159,9 @@ def test_packed_forward_equals_the_reference_in_outputs_and_gradients(shape):
     lengths, num_steps = shape.pop("lengths"), shape.pop("num_steps")
     draft = make_draft(**shape)
     reference = Reference(draft)
-    samples = [make_sample(str(i), *length, turns=2 if i == 0 else 1) for i, length in enumerate(lengths)]
-    packed = pack_samples(samples)
+    width = draft.config.aux_size
+    samples = [make_sample(str(i), *length, 2 if i == 0 else 1, width) for i, length in enumerate(lengths)]
+    packed = PackedSamples.of(samples)
 
     outputs = [reference.layer_outputs(sample, forced_tokens(sample, num_steps)) for sample in samples]
     loss, expected_loss, seen = 0.0, 0.0, 0
@@ -166,7 +187,7 @@ def test_packed_forward_equals_the_reference_in_outputs_and_gradients(shape):
 
 def test_mask_shifts_with_the_targets():
     sample = make_sample("a", prompt=4, answer=3)
-    packed = pack_samples([sample])
+    packed = PackedSamples.of([sample])
     # Tokens 4, 5, 6 are the assistant's. Step i at t predicts t + 2 + i.
     assert packed.supervised(0).nonzero().flatten().tolist() == [2, 3, 4]
     assert packed.supervised(1).nonzero().flatten().tolist() == [1, 2, 3]
@@ -175,7 +196,7 @@ def test_mask_shifts_with_the_targets():
 
 def test_no_supervision_past_a_turn_or_into_the_next_sample():
     first, second = make_sample("a", prompt=2, answer=2, turns=2), make_sample("b", prompt=0, answer=3)
-    packed = pack_samples([first, second])
+    packed = PackedSamples.of([first, second])
     # a: 0 0 1 1 0 0 1 1 | b: 1 1 1
     assert packed.supervised(0).nonzero().flatten().tolist() == [0, 1, 4, 5, 8]
     assert packed.supervised(2).nonzero().flatten().tolist() == [2, 3]
@@ -184,8 +205,8 @@ def test_no_supervision_past_a_turn_or_into_the_next_sample():
 def test_a_sample_is_computed_alike_alone_and_packed():
     torch.manual_seed(2)
     draft, samples = make_draft(), [make_sample(str(i), 3 + i, 5) for i in range(3)]
-    alone = [list(draft(pack_samples([sample]), 3)) for sample in samples]
-    for step, (_, hidden) in enumerate(draft(pack_samples(samples), 3)):
+    alone = [list(draft(PackedSamples.of([sample]), 3)) for sample in samples]
+    for step, (_, hidden) in enumerate(draft(PackedSamples.of(samples), 3)):
         torch.testing.assert_close(hidden, torch.cat([steps[step][1] for steps in alone]))
 
 
@@ -195,7 +216,7 @@ def test_a_position_does_not_see_what_comes_after_it():
     changed = Sample(**{**vars(sample), "aux": sample.aux.clone(), "input_ids": sample.input_ids.clone()})
     changed.aux[6:] += 1.0
     changed.input_ids[7:] = (changed.input_ids[7:] + 1) % VOCAB
-    (rows, before), (_, after) = (next(draft(pack_samples([s]), 1)) for s in (sample, changed))
+    (rows, before), (_, after) = (next(draft(PackedSamples.of([s]), 1)) for s in (sample, changed))
     assert torch.equal(before[rows < 6], after[rows < 6])
     assert not torch.allclose(before[rows >= 6], after[rows >= 6])
 
@@ -241,22 +262,23 @@ def brute_force_walk(draft: Eagle3Draft, vocab_map: VocabMap, sample: Sample, nu
     return accepted
 
 
-def test_walk_equals_serving_token_by_token():
+@pytest.mark.parametrize("norm_output", [False, True])
+def test_walk_equals_serving_token_by_token(norm_output):
     torch.manual_seed(4)
-    draft, vocab_map, num_steps = make_draft(draft_vocab=24), make_map(24), 3
+    draft, vocab_map, num_steps = make_draft(draft_vocab=24, norm_output=norm_output), make_map(24), 3
     samples = []
     for i in range(3):
         sample = make_sample(str(i), prompt=3 + i, answer=14)
         # An answer that the draft often continues rightly: else no round accepts anything.
         for t in range(2 + i, sample.num_tokens - 2):
             if torch.rand(()) < 0.7:
-                chain = draft.propose(pack_samples([sample]), torch.tensor([t]), 1, vocab_map)
+                chain = draft.propose(PackedSamples.of([sample]), torch.tensor([t]), 1, vocab_map)
                 sample.input_ids[t + 2] = int(chain[0, 0])
         samples.append(sample)
     expected = [accepted for sample in samples for accepted in brute_force_walk(draft, vocab_map, sample, num_steps)]
     assert 0 in expected and max(expected) >= 2
 
-    packed = pack_samples(samples)
+    packed = PackedSamples.of(samples)
     rows = round_starts(packed)
     correct = correct_drafts(packed, rows, draft.propose(packed, rows, num_steps, vocab_map))
     assert list(walk(rows, correct)) == expected
@@ -264,7 +286,7 @@ def test_walk_equals_serving_token_by_token():
 
 def test_each_turn_is_walked_from_its_first_generated_token():
     sample = make_sample("a", prompt=3, answer=4, turns=2)
-    rows = round_starts(pack_samples([sample]))
+    rows = round_starts(PackedSamples.of([sample]))
     # Turns are tokens 3..6 and 10..13; a round needs x_{t+1} verified and x_{t+2} to predict.
     assert rows.tolist() == [2, 3, 4, 9, 10, 11]
     assert list(walk(rows, torch.tensor([1, 3, 0, 2, 0, 0]))) == [1, 0, 2]

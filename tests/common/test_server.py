@@ -158,9 +158,7 @@ def test_a_signal_in_the_very_moment_of_the_start_leaves_nothing_behind(tmp_path
 def test_another_server_on_the_port_does_not_pass_for_ours(tmp_path, stranger):
     server = scripted("import time; time.sleep(60)", tmp_path, port=stranger)
     server.weight_version = "draftline-ours"
-    with pytest.raises(
-        DraftlineError, match=r"answered by another server: its weight version is stale, ours is draftline-ours"
-    ):
+    with pytest.raises(DraftlineError, match=r"answers say 'stale', the plan 'draftline-ours': another server"):
         server._prove_identity()
 
 

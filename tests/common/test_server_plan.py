@@ -40,14 +40,25 @@ def said(plan) -> dict[str, str]:
 def test_eagle_for_an_eagle3_draft_is_refused_with_what_would_happen(make_plan):
     with pytest.raises(DraftlineError) as refusal:
         make_plan(serve=SERVE | {"speculative_algorithm": "EAGLE"})
-    for part in ("speculative_algorithm is EAGLE", "fc is never called", "64-wide", "3 x 64 = 192", "EAGLE3"):
+    for part in (
+        "serve.speculative_algorithm in params.yaml",
+        "fc is never called",
+        "64-wide",
+        "3 x 64 = 192",
+        "EAGLE3",
+    ):
         assert part in str(refusal.value)
 
 
-@pytest.mark.parametrize("algorithm", ["eagle3", "NEXTN", "NGRAM"])
+@pytest.mark.parametrize("algorithm", ["NEXTN", "NGRAM"])
 def test_nothing_but_eagle3_is_planned(make_plan, algorithm):
-    with pytest.raises(DraftlineError, match=f"speculative_algorithm is {algorithm}"):
+    with pytest.raises(DraftlineError, match=rf"C1 algorithm: {algorithm} .* from serve\.speculative_algorithm"):
         make_plan(serve=SERVE | {"speculative_algorithm": algorithm})
+
+
+def test_sglang_takes_the_algorithm_in_either_case_and_reports_it_in_capitals(make_plan):
+    plan = make_plan(serve=SERVE | {"speculative_algorithm": "eagle3"})
+    assert plan.algorithm == "EAGLE3"
 
 
 def test_a_draft_of_another_contract_is_refused_by_field(make_plan):
@@ -64,7 +75,7 @@ def test_a_draft_of_another_target_is_refused(make_plan):
 
 def test_config_ids_that_sglang_reads_as_other_layers_are_refused(make_plan):
     shifted = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5], "use_aux_hidden_state": True}}
-    with pytest.raises(DraftlineError, match=r"outputs of layers \[2, 4, 5\]; the draft was trained on \[1, 3, 4\]"):
+    with pytest.raises(DraftlineError, match=r"outputs of layers \[2, 4, 5\]; it was trained on \[1, 3, 4\]"):
         make_plan(config=shifted)
 
 
@@ -79,13 +90,25 @@ def test_a_broken_export_is_refused_before_a_server_loads_it_with_random_weights
 
 def test_another_dtype_than_the_draft_was_trained_in_is_refused(make_plan, tiny_params):
     target = tiny_params().target.model_dump() | {"dtype": "bfloat16"}
-    with pytest.raises(DraftlineError, match=r"torch_dtype is float32, target.dtype in params.yaml is bfloat16"):
+    with pytest.raises(DraftlineError, match=r"--dtype bfloat16 for a draft of float32.* from target\.dtype in params"):
         make_plan(target=target)
 
 
 def test_a_draft_with_fewer_positions_than_are_served_is_refused(make_plan):
-    with pytest.raises(DraftlineError, match=r"max_position_embeddings is 256, .* is 512. Beyond 256 tokens"):
+    with pytest.raises(DraftlineError, match=r"is 256, served is --context-length 512.* from serve\.context_length"):
         make_plan(config={"max_position_embeddings": 256})
+
+
+def test_flags_of_the_user_are_judged_by_the_doctors_rules(make_plan):
+    serve = SERVE | {"eagle_topk": 4, "num_draft_tokens": 8, "extra_args": ["--page-size", "64"]}
+    with pytest.raises(DraftlineError, match=r"S3 page size: page size 64 with top-k 4.* from serve\.eagle_topk"):
+        make_plan(serve=serve)
+
+
+def test_another_rope_than_the_targets_is_refused(make_plan):
+    other = {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    with pytest.raises(DraftlineError, match="W6 RoPE"):
+        make_plan(config=other)
 
 
 def test_a_context_beyond_the_target_is_refused(project, tiny_params):

@@ -1,11 +1,18 @@
 """One planted fault a check: the doctor names it by its id, and says what to do."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from tasks.common.draft_checks.lost_keys import check_lost_keys, lost_keys
+from tasks.common.draft_checks.subject import Subject
+from tasks.common.draft_files import DraftFiles
+from tasks.common.draft_form import Draft
 from tests.doctor.checkpoints import (
     DRAFT_VOCAB,
     HIDDEN,
+    LLAMA3,
     VOCAB,
     not_fine,
     sglang_draft,
@@ -91,8 +98,12 @@ FAULTS = {
         "skips fc silently",
     ),
     "d2t missing": ("V1 vocabulary map", without("d2t"), "tensor d2t is missing"),
-    "t2d missing": ("V1 vocabulary map", without("t2d"), "tensor t2d is missing"),
     "absolute ids": ("V2 V3 offsets", ABSOLUTE, "d2t holds absolute target ids"),
+    "ids out of order": (
+        "V2 V3 offsets",
+        tensor("d2t", lambda d2t: torch.cat([d2t[:1] + 6, d2t[1:]])),
+        "must ascend strictly",
+    ),
     "all zero": ("V2 V3 offsets", tensor("d2t", torch.zeros_like), "d2t is all zero"),
     "t2d of another map": ("V2 V3 offsets", tensor("t2d", torch.logical_not), "they must be the same tokens"),
     "head missing": ("W1 head", without("lm_head.weight"), "lm_head.weight is missing"),
@@ -116,7 +127,13 @@ FAULTS = {
     ),
     "theta in one spelling": ("W6 RoPE", config(rope_theta=1e4), "transformers 4 reads one, 5 the other"),
     "scaling dropped": ("W6 RoPE", without("rope_parameters", "rope_scaling"), "the draft has {'rope_type': 'default'"),
-    "null": ("W7 types", config(head_dim=None), "head_dim is None, expected int"),
+    "null": ("W7 types", config(attention_bias=None), "attention_bias is None, expected bool"),
+    "null width": ("W7 types", config(target_hidden_size=None), "target_hidden_size is None, expected int"),
+    "theta as text": (
+        "W7 types",
+        lambda d: d.config["rope_parameters"].update(rope_theta="1e4"),
+        "expected int or float",
+    ),
     "no draft_vocab_size": ("W7 types", without("draft_vocab_size"), "AttributeError"),
     "flag as a number": ("W7 types", config(fc_norm=1), "fc_norm is 1, expected bool"),
     "vocabulary of another target": ("W8 target", config(vocab_size=VOCAB + 1), "vocab_size is 97, the target has 96"),
@@ -134,6 +151,35 @@ def test_a_fault_is_named(examined, fault):
     assert check.verdict == "error"
     assert found in check.found
     assert check.fix
+
+
+def test_a_null_that_is_read_as_absent_is_a_warning(examined):
+    draft = sglang_draft()
+    draft.config |= {"head_dim": None, "fc_norm": None, "rope_scaling": LLAMA3}
+    check = examined(draft)["W7 types"]
+    assert (check.verdict, check.found) == ("warning", "head_dim, fc_norm: null, which is read as absent.")
+
+
+def test_a_map_without_t2d_is_a_warning_and_d2t_is_checked_all_the_same(examined):
+    draft = sglang_draft()
+    del draft.tensors["t2d"]
+    assert list(not_fine(examined(draft))) == ["V1 vocabulary map"]
+    assert examined(draft)["V1 vocabulary map"].verdict == "warning"
+    last = int(draft.tensors["d2t"][-1])
+    draft.tensors["d2t"][-1] = VOCAB
+    assert "must ascend strictly" in examined(draft)["V2 V3 offsets"].found
+    draft.tensors["d2t"][-1] = last
+    draft.config["vocab_size"] = 80  # ids up to 70 as they are, up to 93 as offsets
+    ABSOLUTE(draft)
+    assert "d2t holds absolute target ids" in examined(draft)["V2 V3 offsets"].found
+
+
+def test_another_rope_than_the_targets_may_be_right_where_nothing_records_the_training(examined):
+    draft = sglang_draft()
+    draft.record = False
+    draft.config |= {"rope_theta": 1e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    del draft.config["rope_scaling"]
+    assert examined(draft)["W6 RoPE"].verdict == "warning"
 
 
 def test_outputs_2_30_58_written_as_they_are_is_the_first_users_fault(examined):
@@ -179,14 +225,61 @@ def test_what_speculators_trains_and_sglang_lacks_is_an_error(examined, changes,
     assert found in examined(draft)["C6 norms"].found
 
 
-def test_a_target_without_a_known_reading_is_an_error(examined, write_target, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "version", "verdict", "found", "fix"),
+    [
+        ("Qwen3MoeForCausalLM", "0.5.16", "ok", "on SGLang 0.5.16", None),
+        (
+            "MixtralForCausalLM",
+            "0.5.23",
+            "error",
+            "has no capture hook for it and stops at its start",
+            "another target",
+        ),
+        ("Gemma3ForCausalLM", "0.5.20", "error", "MLP branch without the residual", "Serve it with SGLang 0.5.16."),
+        ("Qwen3_5ForCausalLM", "0.5.21", "error", "has no capture hook for it", "Serve it with SGLang 0.5.22."),
+        ("LlamaForCausalLM", "0.5.24", "ok", "read as 0.5.23", None),
+        ("MixtralForCausalLM", "0.5.24", "warning", "0.5.24 is newer than the table", "--server URL"),
+    ],
+)
+def test_what_a_release_captures_of_a_target(write_target, tmp_path, architecture, version, verdict, found, fix):
     from tasks.doctor.examine import Request, examine
 
     folder = sglang_draft().write(tmp_path / "draft")
-    _, checks = examine(Request(folder, write_target(architectures=["GptOssForCausalLM"])))
+    _, checks = examine(Request(folder, write_target(architectures=[architecture]), version=version))
     check = {check.id: check for check in checks}["C8 capture"]
-    assert check.verdict == "error"
-    assert "GptOssForCausalLM" in check.found
+    assert check.verdict == verdict
+    assert found in check.found
+    assert fix is None or fix in check.fix
+
+
+def test_ids_are_read_as_the_release_reads_them(write_target, tmp_path):
+    """[5, 8, 12] of 12 layers on gpt-oss: boundaries from 0.5.17 on; before, layer 12 is none of them."""
+    from tasks.doctor.examine import Request, examine
+
+    draft = sglang_draft()
+    draft.record = False
+    draft.config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [5, 8, 12]
+    folder, target = draft.write(tmp_path / "draft"), write_target(architectures=["GptOssForCausalLM"])
+    for version, verdict, layers in (("0.5.16", "error", [5, 8, 12]), ("0.5.17", "ok", [4, 7, 11])):
+        checks = {check.id: check for check in examine(Request(folder, target, version=version))[1]}
+        assert checks["C4 layer list"].verdict == verdict
+        assert f"capture the outputs of layers {layers}" in checks["C3 layers"].found
+
+
+def test_further_draft_layers_are_served_and_not_replayed(examined):
+    draft = sglang_draft()
+    draft.config["num_hidden_layers"] = 2
+    for name, values in list(draft.tensors.items()):
+        if name.startswith("midlayer.") and "input_layernorm" not in name:
+            wide = name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight"))
+            draft.tensors[name.replace("midlayer", "layers.1")] = values[:, :HIDDEN].clone() if wide else values.clone()
+    assert set(not_fine(examined(draft))) == {"C11 draft layers"}
+    assert examined(draft)["C11 draft layers"].verdict == "warning"
+    del draft.tensors["layers.1.hidden_norm.weight"]
+    assert (
+        "lack 1 tensors of further layers, as layers.1.hidden_norm.weight" in examined(draft)["C11 draft layers"].found
+    )
 
 
 def test_a_draft_of_another_target_is_named_by_its_record(examined, tmp_path):
@@ -196,25 +289,44 @@ def test_a_draft_of_another_target_is_named_by_its_record(examined, tmp_path):
     assert "target_sha256" in examined(draft)["H7 record"].found
 
 
-def test_a_config_that_transformers_cannot_load_is_an_error(examined):
+def subject_of(folder: Path) -> Subject:
+    return Subject(Draft.of(DraftFiles.open(folder)))
+
+
+def test_keys_that_transformers_keeps_pass(tmp_path):
+    assert check_lost_keys(subject_of(sglang_draft().write(tmp_path / "draft"))).verdict == "ok"
+
+
+def test_a_config_that_transformers_cannot_load_is_an_error(tmp_path):
     draft = sglang_draft()
     draft.config["model_type"] = "eagle"
-    assert "transformers cannot load the config" in examined(draft, transformers=True)["C7 lost keys"].found
+    assert "cannot load the config" in check_lost_keys(subject_of(draft.write(tmp_path / "draft"))).found
 
 
-def test_a_key_that_the_config_class_changes_is_named(tmp_path, monkeypatch):
-    from tasks.common.draft_checks import lost_keys
+def test_without_transformers_the_check_is_not_applicable_and_says_so(tmp_path):
+    check = check_lost_keys(subject_of(sglang_draft().write(tmp_path / "draft")), load=False)
+    assert (check.verdict, "--server" in check.found) == ("not applicable", True)
 
-    class Dropping:
-        def to_dict(self):
-            return {"vocab_size": 96}
 
-    monkeypatch.setattr(lost_keys, "load_config", lambda folder: Dropping())
-    problems = lost_keys.lost_keys(tmp_path, {"vocab_size": 96, "eagle_config": {"use_aux_hidden_state": True}})
-    assert len(problems) == 1
-    assert "eagle_config is {'use_aux_hidden_state': True} in the file and None once" in problems[0]
+def test_code_that_a_draft_brings_is_never_run(tmp_path):
+    """Not even where the folder holds a record of Draftline's that trusts it."""
+    draft = sglang_draft()
+    draft.config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}}
+    folder = draft.write(tmp_path / "draft")
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
+    (folder / "draftline.json").write_text('{"trust_remote_code": true}')
+    assert check_lost_keys(subject_of(folder)).verdict == "error"
+    assert not (tmp_path / "was_run").exists()
+
+
+def test_a_key_that_the_config_class_changes_is_named(tmp_path):
+    folder = sglang_draft().write(tmp_path / "draft")
+    wrong = {"vocab_size": VOCAB, "head_dim": 16}
+    assert lost_keys(folder, wrong) == [
+        f"{folder / 'config.json'}: head_dim is 16 in the file and 8 once transformers has loaded it."
+    ]
 
 
 def test_every_check_has_a_planted_fault(examined):
-    elsewhere = {"C7 lost keys", "C8 capture", "H7 record"}  # planted by the tests above, one each
-    assert set(examined(sglang_draft(), transformers=True)) == {name for name, *_ in FAULTS.values()} | elsewhere
+    elsewhere = {"C7 lost keys", "C8 capture", "H7 record", "W9 target weights"}  # planted by tests of their own
+    assert set(examined(sglang_draft())) == {name for name, *_ in FAULTS.values()} | elsewhere

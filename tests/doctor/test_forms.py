@@ -16,16 +16,18 @@ SIZES = {
     "another width than the target": {"target_hidden": 64},
     "whole vocabulary without a map": {"draft_vocab": VOCAB},
     "the target's own head": {"draft_vocab": None},
+    "two layers of another width, the whole vocabulary": {"num_aux": 2, "target_hidden": 64, "draft_vocab": VOCAB},
+    "four layers of another width": {"num_aux": 4, "target_hidden": 64},
 }
 
 
+@pytest.mark.parametrize("version", ["0.5.16", "0.5.23"])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "deepseek"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_correct_draft_passes(examined, form, kind, sizes):
-    checks = examined(
-        FORMS[form](kind, **SIZES[sizes]), kind, hidden=SIZES[sizes].get("target_hidden", 32), transformers=True
-    )
+def test_a_correct_draft_passes(examined, form, kind, sizes, version):
+    hidden = SIZES[sizes].get("target_hidden", 32)
+    checks = examined(FORMS[form](kind, **SIZES[sizes]), kind, hidden, version=version)
     assert not_fine(checks) == {}
     assert checks["form"].found.startswith(form)
 

@@ -21,7 +21,7 @@ def plan(project, tiny_params):
 
 def test_our_own_export_and_plan_pass(plan):
     line = shlex.join(plan.command("nonce"))
-    _, checks = examine(Request(Path("artifacts/export"), TARGET, plan=line, transformers=True))
+    _, checks = examine(Request(Path("artifacts/export"), TARGET, plan=line))
     assert not_fine({check.id: check for check in checks}) == {}
 
 

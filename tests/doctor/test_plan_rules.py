@@ -2,15 +2,15 @@
 
 import pytest
 
+from tasks.common.command_line import CommandLine
+from tasks.common.draft_checks.plan import RULES
 from tasks.common.errors import DraftlineError
-from tasks.doctor.command_line import CommandLine
-from tasks.doctor.plan_rules import RULES
 from tests.doctor.checkpoints import not_fine, sglang_draft, speculators_draft
 
 GOOD = (
     "SGLANG_X=1 python -m sglang.launch_server --model-path target --speculative-algorithm EAGLE3 "
     "--speculative-draft-model-path {draft} --speculative-num-steps 3 --speculative-eagle-topk 1 "
-    "--speculative-num-draft-tokens 4 --context-length 4096"
+    "--speculative-num-draft-tokens 4 --context-length 4096 --dtype float32"
 )
 
 
@@ -41,7 +41,7 @@ def test_a_correct_line_passes_on_every_release(judged, version):
 def test_sglang_serve_and_other_spellings_are_read(examined, tmp_path):
     line = (
         f"sglang serve --model=target --speculative-algo=eagle3 --speculative-draft-model {tmp_path / 'draft'} "
-        "--speculative-num-steps=3 \\\n --speculative-eagle-topk=1 --speculative-num-draft=4"
+        "--speculative-num-steps=3 \\\n --speculative-eagle-topk=1 --speculative-num-draft=4 --dtype float32"
     )
     assert not_fine(examined(sglang_draft(), plan=line)) == {}
 
@@ -67,7 +67,14 @@ FAULTS = {
     "trtllm tree": (
         "S3 backends", "error", "--attention-backend trtllm_mha --speculative-eagle-topk 4 --speculative-num-draft-tokens 8", "", "top-k 1 alone",
     ),
+    "neither": ("C1 algorithm", "error", "--speculative-algorithm NGRAM", "", "NGRAM does not serve an EAGLE-3 draft"),
     "quantised": ("C9 quantisation", "error", "--quantization fp8", "", "the draft is read as quantised too"),
+    "quantised by modelopt": ("C9 quantisation", "error", "--modelopt-quant nvfp4", "", "the draft is read as quantised too"),
+    "draft quantised on purpose": (
+        "C9 quantisation", "warning", "--quantization fp8 --speculative-draft-model-quantization fp8", "", "quantised as fp8",
+    ),
+    "overrides": ("plan", "warning", "--json-model-override-args {}x", "", "replaces values of the draft's config too"),
+    "float32 that SGLang halves": ("C10 served dtype", "warning", "", "--dtype float32", "serves what is float32 as float16"),
     "served in another type": ("C10 served dtype", "warning", "--dtype half", "", "--dtype float16 for a draft of float32"),
     "cache on": ("H1 hidden states", "error", "--enable-return-hidden-states", "", "states would be missing"),
     "hooks in graphs": ("H1 hidden states", "error", "--forward-hooks [] --disable-radix-cache", "", "states would be missing"),
@@ -83,6 +90,10 @@ def test_a_fault_in_the_line_is_named(judged, fault):
     assert check.verdict == verdict
     assert found in check.found
     assert check.fix
+
+
+def test_adaptive_speculation_chooses_what_the_line_leaves_open(judged):
+    assert not_fine(judged("--speculative-adaptive", removed="--speculative-num-draft-tokens 4")) == {}
 
 
 def test_every_rule_has_a_planted_fault():
@@ -106,9 +117,14 @@ def test_a_quantised_checkpoint_counts_as_well_as_the_flag(examined, write_targe
 def test_another_type_of_the_target_is_an_error_where_the_line_says_nothing(tmp_path, write_target):
     from tasks.doctor.examine import Request, examine
 
-    folder, target = sglang_draft().write(tmp_path / "draft"), write_target(torch_dtype="bfloat16")
-    _, checks = examine(Request(folder, target, plan=GOOD.format(draft=folder)))
-    assert {check.id: check for check in checks}["C10 served dtype"].verdict == "error"
+    draft = sglang_draft()
+    draft.config["torch_dtype"] = "float16"
+    draft.tensors = {n: t.half() if t.is_floating_point() else t for n, t in draft.tensors.items()}
+    folder = draft.write(tmp_path / "draft")
+    line = GOOD.format(draft=folder).replace("--dtype float32", "")
+    for dtype, verdict in (("bfloat16", "error"), ("float16", "ok")):
+        _, checks = examine(Request(folder, write_target(torch_dtype=dtype), plan=line))
+        assert {check.id: check for check in checks}["C10 served dtype"].verdict == verdict
 
 
 def test_aux_states_are_asked_of_a_release_that_has_them(judged):

@@ -13,7 +13,7 @@ from tasks.common.target import TargetShape, load_config, target_contract
 from tasks.common.target_weights import TargetWeights
 from tasks.common.vocab_map import VocabMap
 from tasks.train_draft.initialise import initialise
-from tests.stored import pack_samples, write_split
+from tests.stored import write_split
 
 VOCAB_MAP = VocabMap(torch.arange(3, 103, 2), 320, "test")
 
@@ -106,7 +106,7 @@ def test_attention_starts_by_copying_what_followed_the_last_time(
     tmp_path, shape, tiny_model_folder, states, tied, least
 ):
     weights = TargetWeights(tied_folder(tmp_path, tiny_model_folder)[0] if tied else tiny_model_folder)
-    samples = pack_samples([states.read(index) for index in range(20)])
+    samples = PackedSamples.of([states.read(index) for index in range(20)])
     shares = []
     for start in (None, weights):
         draft = new_draft(shape, weights)

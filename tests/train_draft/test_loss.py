@@ -10,7 +10,6 @@ from tasks.common.vocab_map import VocabMap
 from tasks.train_draft.data import Batch
 from tasks.train_draft.loss import ttt_losses, weighted_loss
 from tasks.train_draft.target_head import RestrictedHead, TargetHead
-from tests.stored import pack_samples
 
 VOCAB, HIDDEN = 30, 12
 
@@ -54,7 +53,7 @@ def setup(draft_vocab: int, normed: bool = True):
                 torch.randn(tokens, HIDDEN),
             )
         )
-    packed = pack_samples(samples)
+    packed = PackedSamples.of(samples)
     argmax = torch.where(packed.supervised(-1), target_head.argmax(packed.last), -1)
     return draft, target_head, vocab_map, Batch(packed, argmax)
 

@@ -81,11 +81,11 @@ def test_a_known_architecture_with_the_hook_is_supported(read):
 
 
 def test_an_unknown_architecture_is_an_error_even_if_the_engine_has_the_hook(read):
-    target = read(architectures=["MistralForCausalLM"], model_type="mistral")
+    target = read(architectures=["MixtralForCausalLM"], model_type="mistral")
     with_hook, without = (check_capture(target, Engine(captures=captures)) for captures in (True, None))
     assert with_hook.verdict == without.verdict == "error"
-    assert "tasks/common/contract.py" in with_hook.fix
-    assert "tasks/common/contract.py" not in without.fix
+    assert "tasks/common/capture.py" in with_hook.fix
+    assert "tasks/common/capture.py" not in without.fix
 
 
 @pytest.mark.parametrize("captures", [False, None])

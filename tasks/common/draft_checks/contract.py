@@ -2,12 +2,20 @@
 
 from typing import Any
 
+from tasks.common.capture import can_capture, capture_of, captured_layers, last_output, rows_of, served_layer_ids
 from tasks.common.check import Check, Expectation
-from tasks.common.contract import SUPPORTED_ARCHITECTURES, captured_layers, check_aux_layers, served_layer_ids
 from tasks.common.draft_checks.subject import Subject, verdict_of
 from tasks.common.draft_form import NORM_FLAGS
-from tasks.common.draft_tensors import SAFETENSORS_TYPES, eagle_of, has_fc_norm, has_input_norm, num_aux_states
+from tasks.common.draft_tensors import (
+    SAFETENSORS_TYPES,
+    eagle_of,
+    expected_shapes,
+    has_fc_norm,
+    has_input_norm,
+    num_aux_states,
+)
 from tasks.common.errors import DraftlineError
+from tasks.common.sglang_versions import NEWEST, number
 
 _EAGLE_CONFIG = '"eagle_config": {{"eagle_aux_hidden_state_layer_ids": {ids}, "use_aux_hidden_state": true}}'
 
@@ -37,6 +45,11 @@ def check_eagle_config(subject: Subject) -> Check:
     served = _served(subject)
     if served:
         fix = f"Add to config.json (--fix does): {_EAGLE_CONFIG.format(ids=served)}."
+    if subject.draft.config.get("eagle_config") is None and subject.contract is None:
+        return want.warning(
+            "eagle_config is absent: SGLang captures its default layers, the outputs 1, N//2 - 1 and N - 4.",
+            "Right for a draft that was trained on these, as EAGLE's own code does; nothing here records it. " + fix,
+        )
     return verdict_of(want, eagle_config_problems(subject.draft.config), fix, f"ids {ids}")
 
 
@@ -45,7 +58,9 @@ def _served(subject: Subject) -> list[int] | None:
     if subject.contract is None or subject.architecture is None:
         return None
     try:
-        return served_layer_ids(subject.contract.aux_layer_ids, subject.architecture)
+        return served_layer_ids(
+            subject.contract.aux_layer_ids, subject.architecture, subject.num_layers, subject.version
+        )
     except DraftlineError:
         return None
 
@@ -60,15 +75,17 @@ def check_layers(subject: Subject) -> Check:
         "A draft that is fed other layers than it was trained on accepts nothing, and nothing fails.",
     )
     ids, architecture = subject.draft.layer_ids, subject.architecture
-    if ids is None or architecture not in SUPPORTED_ARCHITECTURES:
-        return want.not_applicable("no ids to read" if ids is None else "the target's architecture is not known")
-    captured = captured_layers(ids, architecture)
+    if ids is None or architecture is None or not can_capture(architecture, subject.version):
+        return want.not_applicable(
+            "no ids to read" if ids is None else "what is captured of this target is not known (C8)"
+        )
+    captured = captured_layers(ids, architecture, subject.num_layers, subject.version)
     found = f"ids {ids} on {architecture} capture the outputs of layers {list(captured)}"
     if trained is None:
         return want.not_applicable(f"{found}; nothing records what it was trained on (--hidden-states, draftline.json)")
-    if tuple(captured) != tuple(trained):
+    if captured != tuple(trained):
         try:
-            served = served_layer_ids(tuple(trained), architecture)
+            served = served_layer_ids(tuple(trained), architecture, subject.num_layers, subject.version)
         except DraftlineError as error:
             return want.error(f"{found}.", str(error))
         return want.error(
@@ -92,13 +109,15 @@ def check_layer_list(subject: Subject) -> Check:
     problems = []
     if ids != sorted(set(ids)):
         problems.append(f"eagle_aux_hidden_state_layer_ids {ids} are not distinct and ascending, as they are captured.")
-    elif subject.architecture in SUPPORTED_ARCHITECTURES and subject.num_layers and len(ids) > 1:
-        captured = captured_layers(ids, subject.architecture)
-        try:
-            # The embedding and the single layer have checks of their own.
-            check_aux_layers(tuple(max(0, layer) for layer in captured), subject.num_layers)
-        except DraftlineError as error:
-            problems.append(str(error).replace("contract.aux_layer_ids", "captured outputs"))
+    elif can_capture(subject.architecture, subject.version) and subject.num_layers:
+        captured = captured_layers(ids, subject.architecture, subject.num_layers, subject.version)
+        last = last_output(subject.architecture, subject.num_layers, subject.version)
+        # The embedding has a check of its own.
+        if captured[-1] > last:
+            problems.append(
+                f"ids {ids} name the outputs {list(captured)}; of {subject.num_layers} layers those captured on "
+                f"SGLang {subject.version} must lie in 0..{last}."
+            )
     if num_aux_states(config) != len(ids):
         problems.append(f"num_aux_hidden_states is {config['num_aux_hidden_states']}, but {len(ids)} ids are named.")
     seen = config.get("target_hidden_size") or config["hidden_size"]
@@ -116,13 +135,13 @@ def check_embedding_slot(subject: Subject) -> Check:
     want = Expectation(
         "H8 no embedding",
         "no id that would mean the embedding",
-        "SGLang has no such slot: a draft that was trained on the embedding is fed a layer's output in its place.",
+        "Where SGLang starts with such an id it feeds the embedding itself, which no contract of Draftline records.",
     )
     if ids is None:
         return want.not_applicable("no ids to read")
     outputs: list[int] = list(ids)
-    if subject.architecture in SUPPORTED_ARCHITECTURES:
-        outputs = list(captured_layers(ids, subject.architecture))
+    if can_capture(subject.architecture, subject.version):
+        outputs = list(captured_layers(ids, subject.architecture, subject.num_layers, subject.version))
     if subject.draft.outputs:
         outputs += subject.draft.outputs
     if min(outputs) < 0:
@@ -177,19 +196,29 @@ def check_norms(subject: Subject) -> Check:
 
 
 def check_capture(subject: Subject) -> Check:
+    """C8: the target's class has the capture hook in this release, and what it captures are layers' outputs."""
     want = Expectation(
         "C8 capture",
-        f"one of {', '.join(sorted(SUPPORTED_ARCHITECTURES))}",
-        "Another class has no capture hook, or reads layer ids in a way that nobody has established.",
+        "a target whose class in SGLang has set_eagle3_layers_to_capture, and captures outputs of layers",
+        "Without the hook the server stops at its start; with a hook that captures something else nothing is accepted.",
     )
-    if subject.architecture is None:
+    architecture, version = subject.architecture, subject.version
+    if architecture is None:
         return want.not_applicable("the target is not known (--target)")
-    if subject.architecture not in SUPPORTED_ARCHITECTURES:
-        return want.error(
-            f"{subject.architecture}: how SGLang {subject.version} reads layer ids for it is not in the table.",
-            "Read set_eagle3_layers_to_capture of its class and add it to tasks/common/contract.py.",
+    row, newer = capture_of(architecture, version), number(version) > number(NEWEST)
+    if row is None and newer:
+        return want.warning(
+            f"{architecture} has no capture hook up to SGLang {NEWEST}; {version} is newer than the table.",
+            "Ask a running server, which has the last word: --server URL.",
         )
-    return want.ok(f"{subject.architecture} on SGLang {subject.version}")
+    if row is None or row.fault:
+        right = [known.since for known in rows_of(architecture) if not known.fault]
+        fix = f"Serve it with SGLang {right[-1]}." if right else "EAGLE-3 needs another target, or its hook in SGLang."
+        return want.error(
+            f"{architecture}: SGLang {version} {row.fault if row else 'has no capture hook for it and stops at its start'}.",
+            fix,
+        )
+    return want.ok(f"{architecture} on SGLang {version}" + (f", read as {NEWEST}" if newer else ""))
 
 
 def check_dtype(subject: Subject) -> Check:
@@ -204,6 +233,12 @@ def check_dtype(subject: Subject) -> Check:
             f"torch_dtype is {dtype!r}, expected one of {', '.join(SAFETENSORS_TYPES)}.",
             "Set torch_dtype to the type of the weights.",
         )
+    stored = {draft.header(name).dtype for name in draft.stored if name not in ("d2t", "t2d")}
+    if len(stored) == 1 and stored != {SAFETENSORS_TYPES[dtype]}:
+        return want.warning(
+            f"torch_dtype is {dtype}, every weight is {next(iter(stored))}: the server rounds them on loading.",
+            "Set torch_dtype to the type of the weights, if the draft was trained in it.",
+        )
     others = [
         f"tensor {name} is {draft.header(name)}."
         for name in draft.stored
@@ -213,16 +248,28 @@ def check_dtype(subject: Subject) -> Check:
 
 
 def check_draft_layers(subject: Subject) -> Check:
-    layers = subject.draft.config["num_hidden_layers"]
+    """C11: SGLang builds as many layers as the config says; each must be there, and nothing here replays more than one."""
+    layers, stored = subject.draft.config["num_hidden_layers"], subject.draft.stored
     want = Expectation(
-        "C11 draft layers", "1", "Only one layer reads the aux states; what further ones do was not trained."
+        "C11 draft layers",
+        "1, or as many as the weights hold",
+        "SGLang builds every layer that the config names: one without weights is random, one that it does not name is skipped.",
     )
-    if layers != 1:
+    if layers == 1:
+        return want.ok("1")
+    missing = [
+        name for name in expected_shapes(subject.draft.config) if name.startswith("layers.") and name not in stored
+    ]
+    if layers < 1 or missing:
+        lacking = f"; the weights lack {len(missing)} tensors of further layers, as {missing[0]}" if missing else ""
         return want.error(
-            f"num_hidden_layers is {layers}; SGLang runs one draft layer.",
-            "Set num_hidden_layers: 1 if the weights hold one, else train a draft of one layer.",
+            f"num_hidden_layers is {layers}{lacking}.",
+            "Set num_hidden_layers to the layers that the weights hold.",
         )
-    return want.ok("1")
+    return want.warning(
+        f"num_hidden_layers is {layers}: SGLang runs them all, Draftline trains and replays drafts of one layer.",
+        "Nothing to change to serve it; judge it by the benchmark.",
+    )
 
 
 def check_one_aux_layer(subject: Subject) -> Check:

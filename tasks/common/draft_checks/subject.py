@@ -2,14 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
+from tasks.common.check import Check, Expectation
 from tasks.common.contract import Contract
-from tasks.common.draft_files import read_config
+from tasks.common.draft_files import CONFIG, read_config
 from tasks.common.draft_form import Draft, rope_of
 from tasks.common.errors import DraftlineError
 from tasks.common.sglang_versions import NEWEST, Engine, engine_of
 from tasks.common.target import TargetShape
+
+# Problems of one check that are written out.
+_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -68,33 +73,47 @@ def read_target(folder: Path) -> tuple[TargetShape, dict[str, Any]]:
     """
     config = read_config(folder)
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+    where = folder / CONFIG
+    for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"):
+        if type(text.get(name)) is not int or text[name] < 1:
+            raise DraftlineError(f"{where}: {name} is {shortened(text.get(name))}; the doctor needs it, 1 or more.")
     try:
-        heads = text["num_attention_heads"]
-        shape = TargetShape(
-            architecture=(config.get("architectures") or text.get("architectures") or ["unknown"])[0],
-            num_layers=text["num_hidden_layers"],
-            hidden_size=text["hidden_size"],
-            vocab_size=text["vocab_size"],
-            intermediate_size=text.get("intermediate_size") or 0,
-            num_attention_heads=heads,
-            num_key_value_heads=text.get("num_key_value_heads") or heads,
-            head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-            rms_norm_eps=text.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=text["max_position_embeddings"],
-            rope_parameters=rope_of(text),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        )
-    except KeyError as missing:
-        raise DraftlineError(f"{folder / 'config.json'}: no {missing.args[0]}; the doctor needs it.") from None
+        rope = rope_of(text)
+    except DraftlineError as ambiguous:
+        raise DraftlineError(f"{where}: {ambiguous}") from None
+    heads = text["num_attention_heads"]
+    names = config.get("architectures") or text.get("architectures")
+    shape = TargetShape(
+        architecture=names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "unknown",
+        num_layers=text["num_hidden_layers"],
+        hidden_size=text["hidden_size"],
+        vocab_size=text["vocab_size"],
+        intermediate_size=text.get("intermediate_size") or 0,
+        num_attention_heads=heads,
+        num_key_value_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
+        rms_norm_eps=text.get("rms_norm_eps", 1e-6),
+        max_position_embeddings=text["max_position_embeddings"],
+        rope_parameters=rope,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
+    )
     return shape, config
+
+
+def parts_of(config: dict[str, Any]) -> list[dict[str, Any]]:
+    """A target's config, and the language model's within it where that is nested."""
+    text = config.get("text_config")
+    return [config, text] if isinstance(text, dict) else [config]
 
 
 def is_quantised(config: dict[str, Any]) -> bool:
     """Whether a target's weights are stored quantised."""
-    parts = [config, config.get("text_config") or {}]
-    return any(part.get(key) for part in parts for key in ("quantization_config", "compression_config"))
+    return any(part.get(key) for part in parts_of(config) for key in ("quantization_config", "compression_config"))
 
 
-def verdict_of(want, problems: list[str], fix: str, found: str):
+def verdict_of(want: Expectation, problems: list[str], fix: str, found: str) -> Check:
     """An error that lists the problems, or ok with what was found."""
-    return want.error(" ".join(problems), fix) if problems else want.ok(found)
+    if not problems:
+        return want.ok(found)
+    more = f" And {len(problems) - _SHOWN} more." if len(problems) > _SHOWN else ""
+    return want.error(" ".join(problems[:_SHOWN]) + more, fix)

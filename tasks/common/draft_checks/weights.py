@@ -5,7 +5,15 @@ from tasks.common.draft_checks.subject import Subject, verdict_of
 from tasks.common.draft_form import ARCHITECTURE
 from tasks.common.draft_tensors import expected_shapes, is_passed_over
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+# Bits of a type's exponent; all of them set is Inf or NaN. F8_E4M3 has no Inf, and NaN where all bits but the sign are.
+_EXPONENT = {
+    "F64": 0x7FF << 52,
+    "F32": 0xFF << 23,
+    "F16": 0x1F << 10,
+    "BF16": 0xFF << 7,
+    "F8_E5M2": 0x7C,
+    "F8_E4M3": 0x7F,
+}
 
 
 def check_architecture(subject: Subject) -> Check:
@@ -58,11 +66,11 @@ def check_tensor_set(subject: Subject) -> Check:
         "SGLang's loader skips what it does not know and leaves random what is missing, without a word.",
     )
     expected = expected_shapes(config)
-    elsewhere = ("lm_head.weight", "d2t", "t2d")  # W1 and V1 say it
+    elsewhere = ("lm_head.weight", "d2t", "t2d")  # W1 and V1 say it, C11 what further layers lack
     problems = [
         f"tensor {name} is missing; SGLang would leave random values there."
         for name in expected
-        if name not in draft.stored and name not in elsewhere
+        if name not in draft.stored and name not in elsewhere and not name.startswith("layers.")
     ]
     problems += [
         f"tensor {stored} is unknown to SGLang and would be skipped."
@@ -117,17 +125,14 @@ def check_target(subject: Subject) -> Check:
 
 
 def check_finite(subject: Subject) -> Check:
-    import torch
-
+    """Looked for in the bits, a chunk at a time: in numpy, which has no bfloat16, and in memory of one chunk."""
     draft = subject.draft
     want = Expectation("W10 finite", "no NaN, no Inf", "One NaN makes every proposal the same token.")
     problems = []
-    for name in draft.stored:
-        if draft.header(name).dtype not in _FLOATS:
-            continue
-        tensor = draft.read(name)
-        # NaN and Inf survive a sum, which reads a tensor once and builds no mask; only what looks bad is looked at twice.
-        suspicious = not bool(torch.isfinite(tensor.sum(dtype=torch.float32)))
-        if suspicious and not bool(torch.isfinite(tensor).all()):
+    for name, stored in draft.stored.items():
+        exponent = _EXPONENT.get(draft.header(name).dtype)
+        if exponent is not None and any(
+            bool(((bits & exponent) == exponent).any()) for bits in draft.files.bits(stored)
+        ):
             problems.append(f"tensor {name} holds NaN or Inf.")
     return verdict_of(want, problems, "Train again with a lower learning rate.", "all weights")

@@ -1,7 +1,8 @@
 """Checks of the target against the contract and the parameters, from its config alone."""
 
+from tasks.common.capture import can_capture, last_output, served_layer_ids
 from tasks.common.check import Check, Expectation
-from tasks.common.contract import SUPPORTED_ARCHITECTURES, check_aux_layers, default_aux_layers, served_layer_ids
+from tasks.common.contract import check_aux_layers, default_aux_layers
 from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
 from tasks.verify_environment.facts import Engine, Gpus, TargetFacts
@@ -29,7 +30,7 @@ def check_capture(target: TargetFacts, engine: Engine) -> Check:
     """The contract's table, and as a cross-check the class in the installed engine."""
     want = Expectation(
         "eagle3_capture",
-        f"one of {', '.join(sorted(SUPPORTED_ARCHITECTURES))}; its class in SGLang has the capture hook",
+        "an architecture of the table in tasks/common/capture.py; its class in SGLang has the capture hook",
         "Without the hook, or with another reading of layer ids, the draft is fed nothing it was trained on.",
     )
     if target.error:
@@ -42,10 +43,10 @@ def check_capture(target: TargetFacts, engine: Engine) -> Check:
     else:
         hook = f"its class in SGLang has {'the' if engine.captures else 'no'} hook"
     found = f"{architecture}; {hook}"
-    if architecture not in SUPPORTED_ARCHITECTURES:
+    if not can_capture(architecture):
         fix = "Take a target of a known architecture"
         if engine.captures:
-            fix += ", or establish how SGLang reads layer ids for this one and add it to tasks/common/contract.py"
+            fix += ", or establish how SGLang reads layer ids for this one and add it to tasks/common/capture.py"
         return want.error(found, f"{fix}.")
     if not engine.is_broken and not engine.captures:
         return want.error(found, "Install an SGLang whose class defines set_eagle3_layers_to_capture (0.5.23 does).")
@@ -57,12 +58,15 @@ def check_layers(params: Params, target: TargetFacts) -> Check:
     if target.error:
         return Expectation("aux_layers", "layers of the target", why).not_applicable("no config")
     shape = target.shape
-    want = Expectation("aux_layers", f"distinct, ascending, within 0..{shape.num_layers - 2}, at least two", why)
+    last = last_output(shape.architecture, shape.num_layers)
+    want = Expectation("aux_layers", f"distinct, ascending, within 0..{last}, at least two", why)
     try:
         ids = params.contract.aux_layer_ids or default_aux_layers(shape.num_layers)
         check_aux_layers(ids, shape.num_layers)
-        known = shape.architecture in SUPPORTED_ARCHITECTURES
-        served = f", written {served_layer_ids(ids, shape.architecture)} in the served config" if known else ""
+        written = (
+            served_layer_ids(ids, shape.architecture, shape.num_layers) if can_capture(shape.architecture) else None
+        )
+        served = f", written {written} in the served config" if written else ""
     except DraftlineError as error:
         return want.error(str(error), "Set contract.aux_layer_ids, or null for [1, N//2-1, N-4] where N is at least 6.")
     return want.ok(f"outputs {list(ids)}{served}")

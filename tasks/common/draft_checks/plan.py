@@ -1,18 +1,21 @@
 """What a server's command line must say for an EAGLE-3 draft: a rule a row, with the releases that it holds for.
 
-Sources: SGLang's srt/arg_groups/speculative_hook.py (0.5.23), and servers that were started. A rule that a new release
-changes gets `until`, and a second row from that release on; numbers that differ stand in common/sglang_versions.py.
+The doctor reads lines that others wrote, the server plan the one that it has put together. Sources: SGLang's
+srt/arg_groups/speculative_hook.py (0.5.16, 0.5.23), and servers that were started. A rule that a new release changes
+gets `until`, and a second row from that release on; facts that differ stand in common/sglang_versions.py.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tasks.common.check import Check, Expectation
-from tasks.common.draft_checks.subject import Subject, is_quantised
+from tasks.common.command_line import CommandLine
+from tasks.common.draft_checks.subject import Subject, is_quantised, parts_of
 from tasks.common.draft_tensors import num_aux_states
+from tasks.common.params import tree_tokens
 from tasks.common.sglang_versions import number
-from tasks.doctor.command_line import CommandLine
 
 _CHAIN = ("--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens")
 
@@ -46,12 +49,14 @@ def _algorithm(line: CommandLine, subject: Subject, want: Expectation) -> Check:
     seen = config.get("target_hidden_size") or config["hidden_size"]
     if algorithm is None:
         return want.error("no --speculative-algorithm: no speculation at all.", "Add --speculative-algorithm EAGLE3.")
-    if algorithm.upper() != "EAGLE3":
+    if algorithm.upper() in ("EAGLE", "NEXTN"):
         return want.error(
             f"{algorithm} for an EAGLE-3 draft: fc is never called, the draft is fed {seen}-wide states where it was "
             f"trained on {num_aux_states(config)} x {seen} = {num_aux_states(config) * seen}.",
             f"Replace {algorithm} by EAGLE3.",
         )
+    if algorithm.upper() != "EAGLE3":
+        return want.error(f"{algorithm} does not serve an EAGLE-3 draft.", f"Replace {algorithm} by EAGLE3.")
     return want.ok(algorithm)
 
 
@@ -76,6 +81,8 @@ def _chain(line: CommandLine, subject: Subject, want: Expectation) -> Check:
     if len(missing) == len(_CHAIN):
         return want.ok("none: SGLang chooses all three")
     found = ", ".join(f"{name.removeprefix('--speculative-')} {value}" for name, value in given.items())
+    if missing and "--speculative-adaptive" in line:
+        return want.ok(f"{found}: --speculative-adaptive chooses the rest")
     if missing:
         return want.error(f"{found}: all or none.", f"Add {' and '.join(missing)}.")
     steps, topk, tokens = (given[name] or 0 for name in _CHAIN)
@@ -86,7 +93,7 @@ def _chain(line: CommandLine, subject: Subject, want: Expectation) -> Check:
             f"{found}: with top-k 1 SGLang verifies steps + 1 tokens whatever is asked.",
             f"Set --speculative-num-draft-tokens {steps + 1}.",
         )
-    tree = 1 + topk + (steps - 1) * topk**2
+    tree = tree_tokens(steps, topk)
     if tokens > tree:
         return want.error(
             f"{found}: {steps} steps with top-k {topk} make at most {tree} tokens.",
@@ -120,36 +127,53 @@ def _backends(line: CommandLine, subject: Subject, want: Expectation) -> Check:
     return want.ok(found)
 
 
+def quantisation_of(line: CommandLine, target_config: dict[str, Any] | None) -> str | None:
+    """How the target is quantised: by which flag, or in its config; None where it is not, as far as is known."""
+    for name in ("--quantization", "--modelopt-quant"):
+        if line.value(name) not in (None, "unquant"):
+            return f"{name} {line.value(name)}"
+    return "in its config" if target_config is not None and is_quantised(target_config) else None
+
+
 def _quantisation(line: CommandLine, subject: Subject, want: Expectation) -> Check:
     draft = line.value("--speculative-draft-model-quantization")
     if subject.draft.config.get("quantization_config"):
         return want.not_applicable("the draft is quantised itself")
-    asked = line.value("--quantization")
-    stored = subject.target_config is not None and is_quantised(subject.target_config)
-    if asked in (None, "unquant") and not stored:
+    quantised = quantisation_of(line, subject.target_config)
+    if quantised is None:
         known = "" if subject.target_config else ", as far as the line says (--target)"
         return want.ok(f"the target is not quantised{known}")
-    target = f"the target is quantised ({asked or 'in its config'})"
+    target = f"the target is quantised ({quantised})"
+    fix = "Set --speculative-draft-model-quantization unquant."
+    if draft is None:
+        return want.error(f"{target}, and the draft is read as quantised too.", fix)
     if draft != "unquant":
-        return want.error(
-            f"{target}, and the draft is read as {draft or 'quantised too'}.",
-            "Add --speculative-draft-model-quantization unquant.",
-        )
+        return want.warning(f"{target}, and the draft is quantised as {draft} when it is loaded.", fix)
     return want.ok(f"{target}, the draft unquant")
+
+
+def served_dtype(asked: str | None, subject: Subject) -> str | None:
+    """The type that SGLang computes in for a --dtype; None where it is the target's and that is not known."""
+    asked = {"half": "float16", "float": "float32"}.get(asked or "", asked)
+    if asked not in (None, "auto"):
+        return asked
+    parts = parts_of(subject.target_config) if subject.target_config else []
+    stored = next((part[key] for part in parts for key in ("torch_dtype", "dtype") if part.get(key)), None)
+    return "float16" if stored == "float32" else stored
 
 
 def _dtype(line: CommandLine, subject: Subject, want: Expectation) -> Check:
     asked, dtype = line.value("--dtype"), subject.draft.dtype
-    asked = {"half": "float16", "float": "float32"}.get(asked or "", asked)
     if asked not in (None, "auto"):
+        asked = served_dtype(asked, subject)
         if asked != dtype:
             return want.warning(f"--dtype {asked} for a draft of {dtype}.", f"Drop it, or set --dtype {dtype}.")
         return want.ok(asked)
-    config = subject.target_config
-    if config is None:
+    if dtype == "float32":
+        return want.warning("no --dtype: SGLang serves what is float32 as float16.", "Add --dtype float32.")
+    if subject.target_config is None:
         return want.not_applicable("the target's type is not known (--target)")
-    text = config.get("text_config") or {}
-    served = next((part[key] for part in (config, text) for key in ("torch_dtype", "dtype") if part.get(key)), None)
+    served = served_dtype(asked, subject)
     if served is not None and served != dtype:
         return want.error(f"the target runs in {served}, the draft in {dtype}.", f"Say which: --dtype {served}.")
     return want.ok(f"{served or 'not stated'}, the draft {dtype}")
@@ -169,7 +193,7 @@ def _hidden_states(line: CommandLine, subject: Subject, want: Expectation) -> Ch
     fixes = []
     if "--disable-radix-cache" not in line:
         fixes.append("Add --disable-radix-cache: prompt tokens found in the cache are left out.")
-    on_gpu = line.value("--device") not in ("cpu",)
+    on_gpu = line.value("--device") != "cpu"
     if "--forward-hooks" in line and on_gpu and line.value("--cuda-graph-backend-prefill") != "disabled":
         fixes.append("Add --cuda-graph-backend-prefill disabled: hooks fire only outside CUDA graphs.")
     if fixes:
@@ -177,10 +201,15 @@ def _hidden_states(line: CommandLine, subject: Subject, want: Expectation) -> Ch
     return want.ok(", ".join(asking))
 
 
-def _one_file(line: CommandLine, subject: Subject, want: Expectation) -> Check:
+def _whole_line(line: CommandLine, subject: Subject, want: Expectation) -> Check:
     if "--config" in line:
         return want.warning(
             f"--config {line.value('--config') or ''}: its flags are not read here.", "Write them into the line."
+        )
+    if line.value("--json-model-override-args") not in (None, "{}"):
+        return want.warning(
+            "--json-model-override-args replaces values of the draft's config too, and they are not read here.",
+            "Write them into the target's config.json.",
         )
     return want.ok(f"{len(line.flags)} flags")
 
@@ -239,5 +268,5 @@ RULES = (
         ),
         _hidden_states,
     ),
-    Rule(Expectation("plan", "every flag in the line", "A flag that is not read is not checked."), _one_file),
+    Rule(Expectation("plan", "every flag in the line", "A flag that is not read is not checked."), _whole_line),
 )

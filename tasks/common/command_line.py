@@ -1,6 +1,7 @@
 """A server's command line as text: `python -m sglang.launch_server ...` or `sglang serve ...`, nothing is started."""
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tasks.common.errors import DraftlineError
@@ -18,6 +19,7 @@ _KNOWN = (
     "--context-length",
     "--page-size",
     "--quantization",
+    "--modelopt-quant",
     "--attention-backend",
     "--prefill-attention-backend",
     "--decode-attention-backend",
@@ -28,6 +30,8 @@ _KNOWN = (
     "--enable-return-aux-hidden-states",
     "--return-aux-hidden-state-layer-ids",
     "--config",
+    "--json-model-override-args",
+    "--speculative-adaptive",
     "--speculative-algorithm",
     "--speculative-draft-model-path",
     "--speculative-draft-model-revision",
@@ -61,9 +65,14 @@ class CommandLine:
             raise DraftlineError(
                 "--plan: no SGLang server: expected `python -m sglang.launch_server ...` or `sglang serve ...`."
             )
+        return cls.of(words[start:])
+
+    @classmethod
+    def of(cls, arguments: Iterable[str]) -> "CommandLine":
+        """A server's own arguments, as a program would start it."""
         flags: dict[str, tuple[str, ...]] = {}
         name = None
-        for word in words[start:]:
+        for word in arguments:
             if word.startswith("--"):
                 written, equals, value = word.partition("=")
                 name = _name(written)

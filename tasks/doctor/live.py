@@ -1,0 +1,168 @@
+"""The doctor at a running server, anybody's: over HTTP alone, with the target's folder or a dump of its states beside it.
+
+Without either it is asked random tokens: who answers, what width its draft is fed and whether it speculates need no more.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tasks.collect_prompts import sources
+from tasks.common.command_line import CommandLine
+from tasks.common.draft_checks.plan import served_dtype
+from tasks.common.draft_checks.subject import Subject
+from tasks.common.errors import DraftlineError
+from tasks.common.hidden_states import HiddenStates
+from tasks.common.live_checks.dumped import dumped_prompts, dumped_references
+from tasks.common.live_checks.interview import MAX_PROMPT_TOKENS, NUM_PROMPTS, Answer, Prompt
+from tasks.common.live_checks.layer_fix import trained_layers
+from tasks.common.live_checks.run import Expected, LiveReport, Material, check_server
+from tasks.common.live_checks.slots import Reference, named_states
+from tasks.common.memory import available_memory
+from tasks.common.parity import layer_outputs
+from tasks.common.sglang_client import SGLangClient
+from tasks.common.target import load_causal_lm, load_tokenizer, render_prompt
+from tasks.common.target_weights import TargetWeights
+
+# By the type that the server computes in: float32 differs by the order of sums alone; below it a unit roundoff is 4e-3 or
+# 5e-4, and the nearest wrong layer of a trained target is 0.2 away (infra/docs/serving.md).
+_MAX_RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.05}
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+# Of the free memory, for the target's weights: its states and the draft need some too.
+_MEMORY_SHARE = 0.8
+_OWN_PROMPTS = Path(sources.__file__).parent / "builtin"
+_RANDOM_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server to be examined.
+
+    Attributes:
+        plan: its command line, where it is known.
+        target: folder of the target, with weights or of config and tokenizer alone.
+        states: a dump that the draft was trained or measured on.
+    """
+
+    client: SGLangClient
+    info: dict[str, Any]
+    plan: CommandLine | None
+    target: Path | None
+    states: HiddenStates | None
+
+
+def examine_server(server: Server, subject: Subject) -> LiveReport:
+    """Every live check.
+
+    Raises:
+        DraftlineError: the server does not answer, or refuses what is asked.
+    """
+    dtype = served_dtype(server.info.get("dtype"), subject)
+    dtype = dtype if dtype in _MAX_RELATIVE_ERROR else "bfloat16"
+    weights, no_weights = _weights(server.target)
+    tokenizer = _tokenizer(server.target)
+    material = Material(
+        prompts=_prompts(server, subject, tokenizer),
+        references=_references(server, subject, weights, no_weights, dtype),
+        target=weights,
+        decode=tokenizer.decode if tokenizer else str,
+    )
+    expected = Expected(
+        served=_planned(server, subject, weights),
+        nonce=server.plan.value("--weight-version") if server.plan else None,
+        max_relative_error=_MAX_RELATIVE_ERROR[dtype],
+        gated=False,
+        exact=dtype == "float32",
+    )
+    return check_server(server.client, subject, expected, material)
+
+
+def _planned(server: Server, subject: Subject, weights: TargetWeights | None) -> dict[str, str]:
+    """What makes it this server and no other: the plan's own words, or what was named beside it."""
+    planned = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(subject.draft.files.folder),
+        **({"model_path": str(weights.folder)} if weights else {}),
+    }
+    for name in ("speculative_algorithm", "speculative_draft_model_path", "model_path"):
+        value = server.plan.value(f"--{name.replace('_', '-')}") if server.plan else None
+        planned |= {name: value} if value else {}
+    return planned
+
+
+def _weights(target: Path | None) -> tuple[TargetWeights | None, str]:
+    """The target's tensors, or why there are none."""
+    if target is None:
+        return None, "there is nothing to compare with (--target with weights, or --hidden-states)"
+    try:
+        return TargetWeights(target), ""
+    except (DraftlineError, OSError, ValueError, KeyError) as error:
+        return None, f"the target's weights are not in {target} ({str(error).splitlines()[0]})"
+
+
+def _tokenizer(target: Path | None):
+    """None where there is none, or where it needs code that nobody has said to trust."""
+    if target is None or not any((target / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return None
+    try:
+        return load_tokenizer(target)
+    except (OSError, ValueError, KeyError, ImportError):
+        return None
+
+
+def _prompts(server: Server, subject: Subject, tokenizer) -> list[Prompt]:
+    """Held-out ones: the dump's, else Draftline's own, of every domain in turn; else random tokens."""
+    if server.states:
+        return dumped_prompts(server.states)
+    own = _own_prompts(tokenizer) if tokenizer and tokenizer.chat_template else []
+    vocab, generator = subject.draft.config["vocab_size"], torch.Generator().manual_seed(0)
+    random = torch.randint(vocab, (NUM_PROMPTS, _RANDOM_TOKENS), generator=generator)
+    return own or [Prompt(f"random-{number}", row.tolist()) for number, row in enumerate(random)]
+
+
+def _own_prompts(tokenizer) -> list[Prompt]:
+    by_domain: dict[str, Prompt] = {}
+    for row in sources.read_folder(_OWN_PROMPTS):
+        if row.split == "heldout" and row.prompt and row.prompt.domain not in by_domain:
+            ids = render_prompt(tokenizer, row.prompt.messages)
+            if len(ids) <= MAX_PROMPT_TOKENS:
+                by_domain[row.prompt.domain] = Prompt(row.prompt.id, ids)
+    return list(by_domain.values())[:NUM_PROMPTS]
+
+
+def _references(
+    server: Server, subject: Subject, weights: TargetWeights | None, no_weights: str, dtype: str
+) -> Callable[[Sequence[Answer]], tuple[list[Reference], str]]:
+    """Of each answer the states by the dump, which the draft was trained on, and by transformers where the weights are here."""
+
+    def references(answers: Sequence[Answer]) -> tuple[list[Reference], str]:
+        model, problem = _load(weights, dtype) if weights else (None, no_weights)
+        replayed = [_replay(model, answer, trained_layers(subject)[0]) for answer in answers] if model else []
+        named = {reference.prompt: reference.states for reference in replayed}
+        dumped = dumped_references(server.states, answers, named) if server.states else []
+        return [*dumped, *replayed], problem
+
+    return references
+
+
+def _replay(model, answer: Answer, layers: tuple[int, ...] | None) -> Reference:
+    ids = torch.tensor(answer.token_ids)
+    aux = torch.stack(layer_outputs(model, ids, layers), dim=1) if layers else None
+    return Reference("transformers", answer.prompt.id, ids, aux, named_states(model, ids))
+
+
+def _load(weights: TargetWeights, dtype: str):
+    """The target in transformers, or why it cannot be run here."""
+    try:
+        needed, free = weights.num_parameters() * _BYTES[dtype], available_memory()
+        if needed > _MEMORY_SHARE * free:
+            return None, (
+                f"{weights.folder}: {needed / 1e9:.0f} GB of weights in {dtype}, {free / 1e9:.0f} GB of memory are free: it "
+                f"cannot be replayed here; --hidden-states compares a dump in its place"
+            )
+        return load_causal_lm(weights.folder, dtype), ""
+    except Exception as error:  # a target's own code may raise anything, and every other check stands without it
+        return None, f"{weights.folder}: transformers cannot load it ({str(error).splitlines()[0][:200]})"
