@@ -4,7 +4,8 @@ from pathlib import Path
 
 from tasks.common.contract import Contract
 from tasks.common.hidden_states import HiddenStates, Sample, close_split
-from tasks.common.shard import ShardPlan, ShardWriter
+from tasks.common.shard import ShardWriter
+from tasks.common.shard_layout import ShardPlan
 from tasks.common.storage import StoredRows
 
 

@@ -27,7 +27,8 @@ from tasks.common.files import write_jsonl
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, close_split
 from tasks.common.params import Params
 from tasks.common.responses import RESPONSES, SPLITS, Response
-from tasks.common.shard import ShardPlan, ShardWriter
+from tasks.common.shard import ShardWriter
+from tasks.common.shard_layout import ShardPlan
 from tasks.common.storage import StoredRows
 from tasks.train_draft.data import BatchStream, DraftData
 

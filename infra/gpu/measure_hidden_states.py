@@ -29,7 +29,8 @@ from tasks.common.params import Params
 from tasks.common.parity import Agreement
 from tasks.common.server import Server
 from tasks.common.server_plan import baseline_plan
-from tasks.common.shard import ShardPlan, StoredShard
+from tasks.common.shard import StoredShard
+from tasks.common.shard_layout import ShardPlan
 from tasks.common.storage import bytes_per_token
 from tasks.common.target import TARGET, load_model, load_tokenizer, target_contract
 from tasks.dump_hidden_states.capture import Capture

@@ -45,6 +45,15 @@ def replacing(path: Path) -> Iterator[Path]:
     partial.replace(path)
 
 
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable: after a crash of the machine what was renamed or removed is so."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_atomically(path: Path, data: bytes | Iterable[bytes]) -> None:
     """Write `data`, whole or in pieces, as the new content of `path`."""
     with replacing(path) as partial, open(partial, "wb") as file:

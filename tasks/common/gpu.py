@@ -1,7 +1,9 @@
 """Memory in use on NVIDIA GPUs, as the driver sees it."""
 
+import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 
 
 def memory_used_mib() -> dict[int, int]:
@@ -13,6 +15,17 @@ def processes() -> dict[int, int]:
     """MiB in use by pid; a container may see none of them, or pids of its host."""
     rows = query("--query-compute-apps=pid,used_memory")
     return {int(pid): int(used) for pid, used in rows if pid.isdigit() and used.isdigit()}
+
+
+def physical(indices: Iterable[int]) -> set[int] | None:
+    """The driver's indices of GPUs as a process counts them; None where CUDA_VISIBLE_DEVICES does not say it in numbers."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return set(indices)
+    names = [name.strip() for name in visible.split(",")]
+    if not all(name.isdigit() for name in names):
+        return None
+    return {int(names[index]) for index in indices if index < len(names)}
 
 
 def query(what: str) -> list[list[str]]:

@@ -83,8 +83,8 @@ def close_split(
     named = {shard["name"] for shard in listed}
     with _alone(folder):
         for path in folder.glob("*shard-*"):  # of another plan, or left half by a writer that was killed
-            if path.stem not in named:
-                path.unlink()
+            if path.stem not in named or path.suffix == ".freed":
+                path.unlink(missing_ok=True)
         _write_table(folder / TABLE, tables)
         write_json(
             folder / MANIFEST,

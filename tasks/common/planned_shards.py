@@ -8,7 +8,7 @@ from tasks.common.files import sha256_json
 from tasks.common.hidden_states import FORMAT_VERSION
 from tasks.common.params import Params
 from tasks.common.responses import Response, read_responses
-from tasks.common.shard import ShardPlan
+from tasks.common.shard_layout import ShardPlan
 from tasks.common.versions import result_versions
 
 

@@ -3,7 +3,7 @@
     with Server(baseline_plan(params)) as server:
         completion = server.generate(token_ids, {"temperature": 0, "max_new_tokens": 64})
 
-The server leads its own session, writes to its own log, `logs/server-<kind>-<port>.log`, and is recorded beside
+The server leads its own session, writes to its own log, `logs/server-<kind>-<port>@<host>.log`, and is recorded beside
 it so that the next run finds what a killed one left.
 """
 
@@ -52,10 +52,10 @@ class Server(SGLangClient):
     def __init__(self, plan: ServerPlan, folder: Path = LOGS):
         super().__init__(f"http://127.0.0.1:{plan.port}")
         self.plan = plan
-        self.log = folder / f"server-{plan.kind}-{plan.port}.log"
         self.weight_version = f"draftline-{secrets.token_hex(8)}"
         self._folder = folder
         self._record = record_path(plan.kind, plan.port, folder)
+        self.log = self._record.with_suffix(".log")
         self._recorded: ServerRecord | None = None
         self._process: subprocess.Popen | None = None
         self._launched_at = 0.0
@@ -131,7 +131,7 @@ class Server(SGLangClient):
         finally:
             log.close()
         self._write_record()
-        self._gpus = [index for index, used in self._gpu_memory().items() if self._has_grown(index, used)]
+        self._gpus = self._held_gpus()
         self._prove_identity()
         _say(f"{self.plan.kind} server: ready on port {self.plan.port} ({time.monotonic() - self._launched_at:.0f} s)")
 
@@ -157,6 +157,14 @@ class Server(SGLangClient):
             owner = describe_process(port_owner(self.plan.port))
             raise DraftlineError(f"port {self.plan.port} is still in use after the server was stopped, by {owner}.")
         self._prove_gpu_memory_is_back()
+
+    def require_alive(self) -> None:
+        """
+        Raises:
+            DraftlineError: its process has ended; quotes its log.
+        """
+        if self._process is None or self._process.poll() is not None:
+            raise DraftlineError(f"the {self.plan.kind} server died.{self._diagnosis()}")
 
     def _prove_identity(self) -> None:
         """A health check may be answered by an old server that still holds the port (failure mode S1)."""
@@ -187,6 +195,11 @@ class Server(SGLangClient):
                     f"has started meanwhile, a process that is left holds it."
                 )
             time.sleep(_POLL_S)
+
+    def _held_gpus(self) -> list[int]:
+        """Those of the plan's GPUs on which memory has grown: a neighbour's may grow as well."""
+        own = gpu.physical(self.plan.gpus)
+        return [i for i, used in self._gpu_memory().items() if self._has_grown(i, used) and (own is None or i in own)]
 
     def _gpu_memory(self) -> dict[int, int]:
         return gpu.memory_used_mib() if self.plan.device.startswith("cuda") else {}

@@ -1,16 +1,20 @@
 """What is said to SGLang, and why: the whole command line and environment of a server, checked before it starts.
 
-Two kinds of server, with the same flags wherever they could change speed or results:
+Three kinds of server, with the same flags wherever they could change speed or results:
 
     baseline_plan      the target alone
     speculative_plan   the target with an exported EAGLE-3 draft (speculative_plan.py)
+    states_plan        the target with hooks that write its states (tasks/dump_hidden_states/states_plan.py)
 
 Each setting carries its reason; `python -m tasks.launch_server --print` shows them.
 """
 
+import math
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +26,7 @@ from tasks.common.target import TARGET, TargetShape, load_config, model_folder
 _CPU_ENGINE = Path(__file__).resolve().parents[2] / "infra" / "sglang_cpu"
 # Other spellings of flags that a plan sets, so that `serve.extra_args` cannot slip past it.
 _ALIASES = ("--model",)
+_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size", "--dp", "--dp-size", "--data-parallel-size", "--pp-size")
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,12 @@ class ServerPlan:
         """Arguments to start; `weight_version` comes back in every answer and tells this server from a stale one."""
         words = [word for flag in self.flags for word in (flag.name, *flag.values)]
         return [sys.executable, "-m", "sglang.launch_server", *words, "--weight-version", weight_version]
+
+    @property
+    def gpus(self) -> range:
+        """GPUs that the server spans, as it counts them."""
+        first = next((int(flag.values[0]) for flag in self.flags if flag.name == "--base-gpu-id"), 0)
+        return range(first, first + spanned_gpus([word for flag in self.flags for word in (flag.name, *flag.values)]))
 
     def with_hidden_states(self) -> "ServerPlan":
         """The same server, able to answer with the states that the draft is fed (contract, section 6)."""
@@ -102,6 +113,27 @@ def baseline_plan(params: Params, *, port: int | None = None, target: Path = TAR
 def flag(name: str, *values: str, reason: str) -> Setting:
     """A setting as it is written: its name, its values, and why."""
     return Setting(name, values, reason)
+
+
+def spanned_gpus(words: Sequence[str]) -> int:
+    """GPUs that one server holds: the product of the parallel sizes among its arguments."""
+    split = [part for word in words for part in word.split("=", 1)]
+    return math.prod(int(value) for name, value in pairwise(split) if name in _PARALLEL and value.isdigit())
+
+
+def refuse_flags(params: Params, refused: dict[str, str]) -> None:
+    """
+    Args:
+        refused: flag to the rest of the sentence, from 'which' on.
+
+    Raises:
+        DraftlineError: `serve.extra_args` holds one of them, whole or as a beginning that SGLang's parser takes for it.
+    """
+    for word in params.serve.extra_args:
+        written = word.partition("=")[0]
+        name = written if written in refused else next((n for n in refused if n.startswith(written)), None)
+        if word.startswith("--") and name:
+            raise DraftlineError(f"{PARAMS}: serve.extra_args holds {written}, {refused[name]}")
 
 
 def _shared_flags(params: Params, port: int, model: Path) -> tuple[Setting, ...]:
@@ -177,13 +209,12 @@ def _extra_flags(params: Params, planned: tuple[Setting, ...]) -> list[Setting]:
         else:
             raise DraftlineError(f"{PARAMS}: serve.extra_args starts with {word!r}, which belongs to no flag.")
     taken = {flag.name for flag in planned} | {"--speculative-algorithm", "--weight-version", *_ALIASES}
-    for extra in extras:
-        # SGLang's parser also takes the beginning of a flag for the flag.
-        if extra.name.startswith("--speculative-") or any(name.startswith(extra.name) for name in taken):
-            raise DraftlineError(
-                f"{PARAMS}: serve.extra_args holds {extra.name}, which Draftline sets itself so that it can be checked. "
-                f"Change the parameter that it comes from (`python -m tasks.launch_server --print` names it)."
-            )
+    speculative = {extra.name for extra in extras if extra.name.startswith("--speculative-")}
+    why = (
+        "which Draftline sets itself so that it can be checked. Change the parameter that it comes from "
+        "(`python -m tasks.launch_server --print` names it)."
+    )
+    refuse_flags(params, dict.fromkeys((*taken, *speculative), why))
     return extras
 
 

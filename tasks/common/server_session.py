@@ -1,10 +1,11 @@
 """Processes and ports of the servers that a run starts, and what a dead run left of them.
 
-Each server leads a session of its own. While it runs, `logs/server-<kind>-<port>.json` names its processes by
+Each server leads a session of its own. While it runs, `logs/server-<kind>-<port>@<host>.json` names its processes by
 pid and start time, and the process that owns it. A pid alone proves nothing, since the kernel hands it out
-again; pid and start time together are one process and no other.
+again; pid and start time together are one process and no other. Hosts may share the folder: each looks at its own alone.
 """
 
+import glob
 import os
 import signal
 import socket
@@ -72,8 +73,8 @@ class ServerRecord:
 
 
 def record_path(kind: str, port: int, folder: Path = LOGS) -> Path:
-    """Where the record of a server lies."""
-    return folder / f"server-{kind}-{port}.json"
+    """Where the record of a server of this host lies."""
+    return folder / f"server-{kind}-{port}@{socket.gethostname()}.json"
 
 
 def boot_id() -> str:
@@ -107,7 +108,7 @@ def kill_session(session: int) -> None:
 
 
 def reap_stale_servers(folder: Path = LOGS) -> list[str]:
-    """Kill the servers whose owner is dead; leave everything that cannot be proven to be one of them.
+    """Kill the servers of this host whose owner is dead; leave everything that cannot be proven to be one of them.
 
     Returns:
         A sentence for each server killed.
@@ -116,14 +117,13 @@ def reap_stale_servers(folder: Path = LOGS) -> list[str]:
         DraftlineError: a stale server cannot be killed.
     """
     reaped = []
-    for path in sorted(folder.glob("server-*.json")):
+    for path in sorted(folder.glob(f"server-*@{glob.escape(socket.gethostname())}.json")):
         record = ServerRecord.read(path)
-        same_boot = record.boot_id == boot_id()
-        if same_boot and record.owner.is_alive:
+        if record.boot_id != boot_id() or record.owner.is_alive:  # another boot may be another host of the same name
             continue
         # While one recorded process lives in the session, the kernel gives its id to nobody else: all of it is ours.
         session = record.processes[0].pid
-        survivors = set(session_processes(session)) & set(record.processes) if same_boot else set()
+        survivors = set(session_processes(session)) & set(record.processes)
         if survivors:
             kill_session(session)
             reaped.append(

@@ -6,124 +6,28 @@
     shard-00000.json          plan hash, checksum, a column of values a statistic, one value a sample
 
 No padding is stored. Where a row lies is known before the first one is computed, so rows are written as they come,
-in any order. A shard counts as done when its sidecar exists, and the sidecar is renamed into place after the shard
-was, so a killed writer leaves nothing that looks whole.
+in any order. A shard counts as done when its sidecar exists and is of the same plan and size. The old sidecar goes before
+the new shard comes, and the new one comes last, so a killed writer leaves nothing that looks whole.
 """
 
 import json
 import os
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tasks.common.errors import DraftlineError
-from tasks.common.files import read_json, replacing, write_atomically
+from tasks.common.files import read_json, replacing, sync_folder, write_atomically
+from tasks.common.shard_layout import Layout, ShardPlan
 from tasks.common.storage import StoredRows, decode
 
 if TYPE_CHECKING:
     import torch
 
-_SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8": "F8_E4M3"}
-_WIDTHS = {"I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
 # A sample's checksum runs over these in this order.
 _HASHED = ("input_ids", "loss_mask", "aux", "aux_scale", "last", "last_scale")
-
-
-@dataclass(frozen=True)
-class ShardPlan:
-    """What a shard will hold, known before a state of it is computed.
-
-    Attributes:
-        name: 'shard-00000'.
-        sha256: over ids, tokens, masks and all else that its states depend on; resume compares it.
-        ids: of the samples.
-        offsets: int64 [samples + 1], where each sample starts on the token axis.
-        input_ids: int32 [tokens].
-        loss_mask: uint8 [tokens].
-    """
-
-    name: str
-    sha256: str
-    ids: tuple[str, ...]
-    offsets: np.ndarray
-    input_ids: np.ndarray
-    loss_mask: np.ndarray
-
-    @classmethod
-    def of(cls, name: str, sha256: str, samples: list[tuple[str, list[int], list[int]]]) -> "ShardPlan":
-        """Lay (id, token ids, loss mask) end to end."""
-        ids, tokens, masks = zip(*samples, strict=True)
-        return cls(
-            name=name,
-            sha256=sha256,
-            ids=ids,
-            offsets=np.cumsum([0, *map(len, tokens)], dtype=np.int64),
-            input_ids=np.concatenate([np.asarray(t, np.int32) for t in tokens]),
-            loss_mask=np.concatenate([np.asarray(m, np.uint8) for m in masks]),
-        )
-
-    @property
-    def tokens(self) -> int:
-        return len(self.input_ids)
-
-    def sequence(self, index: int) -> list[int]:
-        """Token ids of one sample."""
-        return self.input_ids[self.offsets[index] : self.offsets[index + 1]].tolist()
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Where each tensor of a shard lies in its file."""
-
-    tokens: int
-    samples: int
-    num_aux: int
-    hidden_size: int
-    storage_dtype: str
-
-    @cached_property
-    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Name to safetensors type and shape, in file order: wide types first, so that each is aligned."""
-        value = _SAFETENSORS[self.storage_dtype]
-        scales = {"aux_scale": ("F32", (self.tokens, self.num_aux)), "last_scale": ("F32", (self.tokens,))}
-        return {
-            "sample_offsets": ("I64", (self.samples + 1,)),
-            "input_ids": ("I32", (self.tokens,)),
-            **(scales if self.storage_dtype == "float8" else {}),
-            "aux": (value, (self.tokens, self.num_aux, self.hidden_size)),
-            "last": (value, (self.tokens, self.hidden_size)),
-            "loss_mask": ("U8", (self.tokens,)),
-        }
-
-    @cached_property
-    def header(self) -> bytes:
-        """Length and header of the safetensors format."""
-        described: dict[str, Any] = {}
-        end = 0
-        for name, (dtype, shape) in self.tensors.items():
-            start, end = end, end + _WIDTHS[dtype] * int(np.prod(shape))
-            described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
-        text = json.dumps(described, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        return len(text).to_bytes(8, "little") + text
-
-    @cached_property
-    def starts(self) -> dict[str, int]:
-        """First byte of each tensor in the file."""
-        starts, position = {}, len(self.header)
-        for name, (dtype, shape) in self.tensors.items():
-            starts[name] = position
-            position += _WIDTHS[dtype] * int(np.prod(shape))
-        return starts
-
-    @cached_property
-    def size(self) -> int:
-        """Bytes of the file."""
-        dtype, shape = self.tensors["loss_mask"]
-        return self.starts["loss_mask"] + _WIDTHS[dtype] * int(np.prod(shape))
 
 
 @dataclass(frozen=True)
@@ -139,13 +43,14 @@ class ShardWriter:
     """Writes a planned shard: `with ShardWriter(...) as shard: shard.write(0, rows)`; left whole or not at all.
 
     Rows may come in any order and from several threads. On leaving: fsync, checksums of what was really written,
-    rename, sidecar.
+    rename, sidecar, each of the two made durable in the folder before the next step.
     """
 
     def __init__(self, folder: Path, plan: ShardPlan, num_aux: int, hidden_size: int, storage_dtype: str):
         self.plan = plan
         self._layout = Layout(plan.tokens, len(plan.ids), num_aux, hidden_size, storage_dtype)
         self._path = folder / f"{plan.name}.safetensors"
+        self._sidecar_path = self._path.with_suffix(".json")
         self._measured = _Measured(
             np.zeros((plan.tokens, num_aux + 1), np.float32),
             np.zeros(plan.tokens, np.float32),
@@ -193,7 +98,9 @@ class ShardWriter:
         try:
             if kind is None:
                 self._require_complete()
+                os.fsync(self._file)
                 sidecar = self._sidecar()
+                self._sidecar_path.unlink(missing_ok=True)
         except BaseException as late:
             os.close(self._file)
             self._replacing.__exit__(type(late), late, late.__traceback__)
@@ -201,7 +108,9 @@ class ShardWriter:
         os.close(self._file)
         self._replacing.__exit__(kind, error, traceback)
         if sidecar:
-            write_atomically(self._path.with_suffix(".json"), (json.dumps(sidecar, allow_nan=False) + "\n").encode())
+            sync_folder(self._path.parent)
+            write_atomically(self._sidecar_path, (json.dumps(sidecar, allow_nan=False) + "\n").encode())
+            sync_folder(self._path.parent)
 
     def _put(self, position: int, data) -> None:
         view = memoryview(data).cast("B")
@@ -225,6 +134,7 @@ class ShardWriter:
         statistics = _per_sample(self.plan.offsets, self._measured, self.plan.loss_mask)
         return {
             "plan_sha256": self.plan.sha256,
+            "bytes": self._layout.size,
             "checksum": shard.checksum(checksums),
             "samples": {
                 "id": list(self.plan.ids),
@@ -304,12 +214,13 @@ def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
 
 
 def shard_is_done(folder: Path, name: str, plan_sha256: str) -> bool:
-    """Whether the shard was written whole under this very plan. Its bytes are the gate's to verify."""
-    return (
-        (folder / f"{name}.json").exists()
-        and (folder / f"{name}.safetensors").exists()
-        and read_sidecar(folder, name)["plan_sha256"] == plan_sha256
-    )
+    """Whether the shard was written whole under this very plan; a reader may free it meanwhile. Its bytes are the gate's."""
+    try:
+        size = (folder / f"{name}.safetensors").stat().st_size
+        sidecar = json.loads((folder / f"{name}.json").read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    return (sidecar["plan_sha256"], sidecar.get("bytes")) == (plan_sha256, size)
 
 
 def _per_sample(offsets: np.ndarray, rows: "StoredRows | _Measured", mask: np.ndarray) -> dict[str, np.ndarray]:

@@ -4,22 +4,25 @@ float8 is e4m3 with one float32 scale per token and slot, the largest value of t
 attention sink, hundreds of times larger than its neighbours, costs them no precision.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
+
+from tasks.common.shard_layout import SAFETENSORS, WIDTHS
 
 if TYPE_CHECKING:
     import torch
 
-_WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 _FLOAT8_MAX = 448.0
 _CACHED_VALUES = 2**18
+_GPU_ROWS = 1024
 
 
 def bytes_per_token(num_aux: int, hidden_size: int, storage_dtype: str) -> int:
     """(n_aux + 1) states of H values, their scales where float8 has them, the token's id and mask."""
     states = num_aux + 1
     scales = 4 * states if storage_dtype == "float8" else 0
-    return states * hidden_size * _WIDTHS[storage_dtype] + scales + 5
+    return states * hidden_size * WIDTHS[SAFETENSORS[storage_dtype]] + scales + 5
 
 
 def torch_dtype(storage_dtype: str) -> "torch.dtype":
@@ -73,14 +76,12 @@ class StoredRows:
         """Stored values with their statistics taken."""
         import torch
 
-        # On a CPU piece by piece, so that what is computed from a piece finds it in the cache: five times faster.
-        rows = len(last) if last.is_cuda else max(1, _CACHED_VALUES // (aux[:1].numel() + last[:1].numel()))
         pieces = [
             [
                 _statistics(decode(aux[piece], _cut(aux_scale, piece))),
                 _statistics(decode(last[piece], _cut(last_scale, piece))[:, None]),
             ]
-            for piece in (slice(start, start + rows) for start in range(0, len(last), rows))
+            for piece in _pieces(aux, last)
         ]
         norms, largest, nonfinite = zip(
             *((torch.cat([a[0], b[0]], dim=1), torch.maximum(a[1], b[1]), a[2] + b[2]) for a, b in pieces),
@@ -111,6 +112,14 @@ def _cut(scale: "torch.Tensor | None", rows: slice) -> "torch.Tensor | None":
     return None if scale is None else scale[rows]
 
 
+def _pieces(*states: "torch.Tensor") -> Iterator[slice]:
+    """Rows that are taken at once: on a GPU so many that their float32 copies stay small beside the states; on a CPU so
+    few that what is computed from a piece finds it in the cache, which is five times faster."""
+    width = max(1, sum(tensor.shape[1:].numel() for tensor in states))
+    rows = _GPU_ROWS if states[0].is_cuda else max(1, _CACHED_VALUES // width)
+    return (slice(start, start + rows) for start in range(0, max(1, len(states[0])), rows))
+
+
 def _encode(states: "torch.Tensor", storage_dtype: str) -> tuple["torch.Tensor", "torch.Tensor | None"]:
     import torch
 
@@ -119,16 +128,22 @@ def _encode(states: "torch.Tensor", storage_dtype: str) -> tuple["torch.Tensor",
         return states.to(dtype), None
     # A NaN or Inf makes the scale one, and with it the whole state: nothing of it can be mistaken for a number.
     scale = (states.abs().amax(-1).float() / _FLOAT8_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    return (states.float() / scale[..., None]).to(dtype), scale
+    values = [(states[piece].float() / scale[piece][..., None]).to(dtype) for piece in _pieces(states)]
+    return torch.cat(values), scale
 
 
 def _statistics(states: "torch.Tensor") -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
-    """Of states [n, slots, H]: norms [n, slots], largest absolute value [n], count of values that are not finite [n]."""
+    """Of states [n, slots, H]: norms [n, slots], largest absolute value [n], count of values that are not finite [n].
+
+    A norm beyond float32 is the largest float32: null in the table is for states that are not finite.
+    """
     import torch
 
     states = states.float()
+    each = states.abs().amax(-1)
     norms = (states * states).sum(-1).sqrt()
-    largest = states.abs().flatten(1).amax(-1)
+    norms = torch.where(each.isfinite(), norms.clamp_max(torch.finfo(torch.float32).max), norms)
+    largest = each.amax(-1)
     if not states.is_cuda and bool(largest.isfinite().all()):
         return norms, largest, torch.zeros(len(states), dtype=torch.int32)
     return norms, largest, (~states.isfinite()).flatten(1).sum(-1, dtype=torch.int32)

@@ -3,17 +3,18 @@
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from itertools import pairwise
 from pathlib import Path
 
 from tasks.common.contract import Contract
 from tasks.common.params import Params
-from tasks.common.shard import ShardPlan, ShardWriter
+from tasks.common.server_plan import spanned_gpus
+from tasks.common.shard import ShardWriter
+from tasks.common.shard_layout import ShardPlan
 from tasks.common.storage import StoredRows
 from tasks.common.target import load_model
 
-# Writes each shard into the folder and yields it once it is there whole.
-Compute = Callable[[Path, Iterable[ShardPlan]], Iterator[ShardPlan]]
+# Writes each shard into the folder and yields it once it is there whole. None among them says: nothing to begin now.
+Compute = Callable[[Path, Iterable[ShardPlan | None]], Iterator[ShardPlan]]
 
 
 def open_engine(params: Params, contract: Contract) -> AbstractContextManager[Compute]:
@@ -27,25 +28,20 @@ def open_engine(params: Params, contract: Contract) -> AbstractContextManager[Co
 
 
 def on_this_gpu(params: Params) -> Params:
-    """Under torchrun each rank of a host has a GPU of its own (or as many as its server spans) and a port of its own."""
+    """Under torchrun each rank of a host has a GPU of its own (or as many as its server spans) and a port of its own.
+
+    The first rank has the GPU that `target.device` names, the next ones follow.
+    """
     local = int(os.environ.get("LOCAL_RANK", 0))
-    span = tensor_parallel_size(params.serve.extra_args) if params.dump.engine == "sglang" else 1
-    device = f"cuda:{local * span}" if params.target.device == "cuda" and local else params.target.device
+    span = spanned_gpus(params.serve.extra_args) if params.dump.engine == "sglang" else 1
+    kind, _, first = params.target.device.partition(":")
+    device = f"cuda:{int(first or 0) + local * span}" if kind == "cuda" and local else params.target.device
     return params.model_copy(
         update={
             "target": params.target.model_copy(update={"device": device}),
             "serve": params.serve.model_copy(update={"port": params.serve.port + 2 * local}),
         }
     )
-
-
-def tensor_parallel_size(extra_args: tuple[str, ...]) -> int:
-    """GPUs that one server spans."""
-    for name, value in pairwise((*extra_args, "1")):
-        flag, _, inline = name.partition("=")
-        if flag in ("--tp", "--tp-size", "--tensor-parallel-size"):
-            return int(inline or value)
-    return 1
 
 
 @contextmanager
@@ -55,8 +51,8 @@ def _transformers(params: Params, contract: Contract) -> Iterator[Compute]:
     capture = Capture(load_model(params.target), contract.aux_layer_ids)
     sizes = (len(contract.aux_layer_ids), contract.hidden_size, params.dump.storage_dtype)
 
-    def compute(folder: Path, shards: Iterable[ShardPlan]) -> Iterator[ShardPlan]:
-        for shard in shards:
+    def compute(folder: Path, shards: Iterable[ShardPlan | None]) -> Iterator[ShardPlan]:
+        for shard in filter(None, shards):
             with ShardWriter(folder, shard, *sizes) as writer:
                 for batch in batches(shard, params.dump.batch_tokens):
                     states = capture.run([shard.sequence(index) for index in batch])

@@ -1,6 +1,7 @@
 """Dump from a running SGLang: planned shards are sent as requests, the server's hooks write them."""
 
 import shutil
+import socket
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -12,15 +13,17 @@ from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json
 from tasks.common.params import PARAMS, Params
+from tasks.common.ring import was_written
 from tasks.common.server import Server
-from tasks.common.server_session import LOGS
-from tasks.common.shard import ShardPlan, shard_is_done
+from tasks.common.server_session import LOGS, reap_stale_servers
+from tasks.common.shard_layout import ShardPlan
 from tasks.dump_hidden_states.spool import ERROR, FIGURES, Destination
 from tasks.dump_hidden_states.states_plan import require_hooks, states_plan
 
 # Enough that the next pass always has its tokens waiting.
 _SHARDS_IN_FLIGHT = 8
 _WRITE_TIMEOUT_S = 600
+_PROOF_TIMEOUT_S = 60
 _POLL_S = 0.005
 
 
@@ -29,15 +32,18 @@ def sglang_engine(params: Params, contract: Contract) -> Iterator:
     """Yield `compute(folder, shards)`, as engines.py defines it, over a server that lives as long as the block.
 
     Raises:
-        DraftlineError: the server cannot be started with hooks, or does not run with them.
+        DraftlineError: the server cannot be started with hooks, does not run with them, or they write nothing.
     """
-    spool = (LOGS / f"states-{params.serve.port}").absolute()
+    spool = (LOGS / f"states-{params.serve.port}@{socket.gethostname()}").absolute()
+    reap_stale_servers()  # one that a dead run left may still write from the spool
     shutil.rmtree(spool, ignore_errors=True)
     spool.mkdir(parents=True)
     try:
         with Server(states_plan(params, contract, spool)) as server:
             require_hooks(server.server_info(), expected=len(contract.aux_layer_ids) + 1)
-            yield HookedServer(server, spool, params.serve.context_length)
+            hooked = HookedServer(server, spool, params.serve.context_length)
+            hooked.prove_hooks()
+            yield hooked
     finally:
         shutil.rmtree(spool, ignore_errors=True)
 
@@ -48,39 +54,57 @@ class HookedServer:
     def __init__(self, server: Server, spool: Path, context_length: int):
         self.server, self._spool, self._context_length = server, spool, context_length
 
-    def __call__(self, folder: Path, shards: Iterable[ShardPlan]) -> Iterator[ShardPlan]:
+    def __call__(self, folder: Path, shards: Iterable[ShardPlan | None]) -> Iterator[ShardPlan]:
         """Keep some shards in flight; yield each, in order, once it is on the disk."""
         pool = ThreadPoolExecutor(_SHARDS_IN_FLIGHT)
-        waiting: deque[Future[ShardPlan]] = deque()
+        flying: deque[Future[ShardPlan]] = deque()
         try:
             for shard in _fitting(shards, self._context_length):
-                if len(waiting) == _SHARDS_IN_FLIGHT:
-                    yield waiting.popleft().result()
-                waiting.append(pool.submit(self._dump, Destination(shard, folder)))
-            while waiting:
-                yield waiting.popleft().result()
+                if shard is not None:
+                    flying.append(pool.submit(self._dump, Destination(shard, folder)))
+                yield from _landed(flying, most=_SHARDS_IN_FLIGHT - 1)
+            yield from _landed(flying, most=0)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def prove_hooks(self) -> None:
+        """Dump a sample of one token: a hook that no module of the target matches is found now.
+
+        Raises:
+            DraftlineError: its states were not written; quotes what the log says of unmatched hooks.
+        """
+        folder = self._spool / "proof"
+        folder.mkdir()
+        plan = ShardPlan.of("shard-00000", "proof", [("proof", [0], [0])])
+        try:
+            self._dump(Destination(plan, folder), _PROOF_TIMEOUT_S)
+        except DraftlineError as error:
+            log = self.server.log.read_text(encoding="utf-8", errors="replace")
+            unmatched = [line for line in log.splitlines() if "No modules matched hook" in line]
+            raise DraftlineError(
+                "\n".join(["the hooks do not write what the server computes.", str(error), *unmatched])
+            ) from None
 
     @property
     def waited_s(self) -> float:
         """Seconds that the server has stood still so far because writers were behind."""
         return read_json(self._spool / FIGURES)["waited_s"]
 
-    def _dump(self, destination: Destination) -> ShardPlan:
+    def _dump(self, destination: Destination, timeout_s: float = _WRITE_TIMEOUT_S) -> ShardPlan:
         plan = destination.plan
         spooled = destination.put(self._spool)
         self.server.prefill([plan.sequence(index) for index in range(len(plan.ids))], destination.request_ids())
-        deadline = time.monotonic() + _WRITE_TIMEOUT_S
-        while not shard_is_done(destination.folder, plan.name, plan.sha256):
+        deadline = time.monotonic() + timeout_s
+        while not was_written(destination.folder, plan.name, plan.sha256):
             error = self._spool / ERROR
             if error.exists():
                 raise DraftlineError(
                     f"{destination.folder / plan.name}: the server's hooks failed: {error.read_text()}"
                 )
+            self.server.require_alive()
             if time.monotonic() > deadline:
                 raise DraftlineError(
-                    f"{destination.folder / plan.name}: all its requests were answered, but after {_WRITE_TIMEOUT_S} s it is not "
+                    f"{destination.folder / plan.name}: all its requests were answered, but after {timeout_s:.0f} s it is not "
                     f"whole on the disk. Either hooks did not run for some tokens, or the disk is very slow. Log: {self.server.log}"
                 )
             time.sleep(_POLL_S)
@@ -88,8 +112,20 @@ class HookedServer:
         return plan
 
 
-def _fitting(shards: Iterable[ShardPlan], context_length: int) -> Iterator[ShardPlan]:
+def _landed(flying: deque[Future[ShardPlan]], most: int) -> Iterator[ShardPlan]:
+    """Shards that are through, in order; waits while more than `most` are not. Raises what any of them raised."""
+    for future in flying:
+        if future.done():
+            future.result()
+    while flying and (flying[0].done() or len(flying) > most):
+        yield flying.popleft().result()
+
+
+def _fitting(shards: Iterable[ShardPlan | None], context_length: int) -> Iterator[ShardPlan | None]:
     for shard in shards:
+        if shard is None:
+            yield None
+            continue
         longest = max(range(len(shard.ids)), key=lambda index: shard.offsets[index + 1] - shard.offsets[index])
         tokens = int(shard.offsets[longest + 1] - shard.offsets[longest])
         if tokens >= context_length:

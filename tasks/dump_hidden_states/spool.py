@@ -8,7 +8,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.common.shard import ShardPlan
+from tasks.common.shard_layout import ShardPlan
 
 ERROR, FIGURES = "error.txt", "figures.json"
 _PREFIX = "states:"

@@ -7,8 +7,8 @@ from typing import Any
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
-from tasks.common.params import PARAMS, Params
-from tasks.common.server_plan import ServerPlan, baseline_plan, flag
+from tasks.common.params import Params
+from tasks.common.server_plan import ServerPlan, baseline_plan, flag, refuse_flags
 
 _ROOT = Path(__file__).resolve().parents[2]
 _HOOKS = "tasks.dump_hidden_states.hooks"
@@ -36,11 +36,7 @@ def states_plan(params: Params, contract: Contract, spool: Path) -> ServerPlan:
     Raises:
         DraftlineError: `serve.extra_args` holds what hooks cannot work with; says why.
     """
-    for word in params.serve.extra_args:
-        if reason := _REFUSED.get(word.partition("=")[0]):
-            raise DraftlineError(
-                f"{PARAMS}: serve.extra_args holds {word}, with which states cannot be dumped: {reason}."
-            )
+    refuse_flags(params, {name: f"with which states cannot be dumped: {reason}." for name, reason in _REFUSED.items()})
     serve = params.serve.model_copy(update={"max_running_requests": _RUNNING_REQUESTS})
     plan = baseline_plan(params.model_copy(update={"serve": serve}))
     hooked = (

@@ -7,7 +7,7 @@ import torch
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
-from tasks.common.shard import ShardPlan
+from tasks.common.shard_layout import ShardPlan
 from tasks.gates.gate import failed_paragraphs
 from tasks.gates.hidden_states import shard_tables
 from tasks.gates.stored_states import read_stored_shard

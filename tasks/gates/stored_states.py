@@ -19,7 +19,8 @@ from tasks.common.final_norm import TOLERANCE, token_rms
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, table_of
 from tasks.common.progress import progress
 from tasks.common.responses import SPLITS, read_responses
-from tasks.common.shard import ShardPlan, StoredShard, read_sidecar
+from tasks.common.shard import StoredShard, read_sidecar
+from tasks.common.shard_layout import ShardPlan
 
 _SHARD_COLUMNS = ("id", "problem", "samples", "tokens", "megabytes", "checksum", "recorded_checksum", "detail")
 _ROWS_AT_ONCE = 1024

@@ -7,10 +7,10 @@ Formulas: infra/docs/environment.md.
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 
 from tasks.common.contract import default_aux_layers
 from tasks.common.params import Params
+from tasks.common.server_plan import spanned_gpus
 from tasks.common.storage import bytes_per_token
 from tasks.common.target import TargetShape
 from tasks.verify_environment.facts import Compute, TargetFacts
@@ -26,7 +26,6 @@ from tasks.verify_environment.pace import (
 from tasks.verify_environment.prompt_sources import PromptSource, prompts_and_tokens
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size", "--dp", "--dp-size", "--data-parallel-size", "--pp-size")
 
 
 @dataclass(frozen=True)
@@ -79,11 +78,8 @@ class Workload:
 
 
 def server_gpus(params: Params) -> int:
-    """GPUs that one server holds: the product of the parallel sizes in serve.extra_args."""
-    if params.target.device == "cpu":
-        return 0
-    words = [part for word in params.serve.extra_args for part in word.split("=", 1)]
-    return math.prod(int(value) for flag, value in pairwise(words) if flag in _PARALLEL and value.isdigit())
+    """GPUs that one server holds."""
+    return 0 if params.target.device == "cpu" else spanned_gpus(params.serve.extra_args)
 
 
 def estimate(params: Params, load: Workload, target: TargetFacts, speed: Compute) -> list[Estimate]:

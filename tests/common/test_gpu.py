@@ -38,3 +38,13 @@ def test_a_machine_without_the_driver_has_no_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu.memory_used_mib() == {}
     assert gpu.processes() == {}
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"), [(None, {1, 2}), ("4,5,6", {5, 6}), ("4,5", {5}), ("GPU-ab,GPU-cd,GPU-ef", None)]
+)
+def test_indices_of_a_process_in_the_drivers_count(monkeypatch, visible, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert gpu.physical(range(1, 3)) == expected

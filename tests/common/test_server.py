@@ -15,8 +15,8 @@ import pytest
 from tasks.common.errors import DraftlineError
 from tasks.common.server import Server
 from tasks.common.server_log import explain
-from tasks.common.server_plan import ServerPlan
-from tasks.common.server_session import Process, ServerRecord, reap_stale_servers, session_processes
+from tasks.common.server_plan import ServerPlan, flag
+from tasks.common.server_session import Process, ServerRecord, reap_stale_servers, record_path, session_processes
 from tests.flows.processes import until
 from tests.ports import free_port_pair
 
@@ -200,10 +200,20 @@ def test_gpu_memory_that_does_not_come_back_is_an_error(tmp_path, monkeypatch):
         server._prove_gpu_memory_is_back()
 
 
+def test_memory_of_a_neighbours_gpu_is_not_this_servers(tmp_path, monkeypatch):
+    """Servers of several ranks start side by side on one host: all GPUs fill up at once."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("tasks.common.gpu.query", lambda what: [[str(i), "9000"] for i in range(8)])
+    server = scripted("", tmp_path)
+    flags = (flag("--base-gpu-id", "2", reason=""), flag("--tp", "2", reason=""))
+    server.plan, server._gpu_before = replace(server.plan, device="cuda:2", flags=flags), dict.fromkeys(range(8), 4)
+    assert server._held_gpus() == [2, 3]
+
+
 def test_a_start_that_is_killed_leaves_a_record_that_names_it(tmp_path):
     server = scripted("import time; time.sleep(60)", tmp_path)
     server.launch()
-    record = ServerRecord.read(tmp_path / f"server-baseline-{server.plan.port}.json")
+    record = ServerRecord.read(record_path("baseline", server.plan.port, tmp_path))
     assert record.owner == Process.current()
     assert record.processes[0] == Process.of(server._process.pid)
     server.stop()

@@ -69,6 +69,23 @@ def test_a_pid_of_another_boot_is_left_alone(tmp_path, orphan):
     assert Process.of(orphan.pid).is_alive
 
 
+def test_a_record_of_another_host_that_shares_the_folder_is_left_alone(tmp_path, orphan, monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "neighbour")
+    plant(tmp_path, session_processes(orphan.pid))
+    theirs = record_path("baseline", 31202, tmp_path)
+    monkeypatch.undo()
+    assert reap_stale_servers(tmp_path) == []
+    assert theirs.exists()
+    assert theirs != record_path("baseline", 31202, tmp_path)
+    assert Process.of(orphan.pid).is_alive
+
+
+def test_a_record_of_another_boot_is_kept(tmp_path, orphan):
+    plant(tmp_path, session_processes(orphan.pid), boot="another boot")
+    reap_stale_servers(tmp_path)
+    assert record_path("baseline", 31202, tmp_path).exists()
+
+
 def test_a_server_whose_owner_lives_is_left_alone(tmp_path, orphan):
     plant(tmp_path, session_processes(orphan.pid), owner=Process.current())
     assert reap_stale_servers(tmp_path) == []

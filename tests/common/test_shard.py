@@ -13,7 +13,8 @@ from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json
 from tasks.common.hidden_states import HiddenStates, Sample
-from tasks.common.shard import ShardPlan, ShardWriter, StoredShard
+from tasks.common.shard import ShardWriter, StoredShard, shard_is_done
+from tasks.common.shard_layout import ShardPlan
 from tasks.common.storage import StoredRows, bytes_per_token
 from tests.stored import write_shard, write_split
 
@@ -223,3 +224,62 @@ def test_the_manifest_says_what_was_computed_by_what(tmp_path):
     assert manifest["engine"] == {"name": "test", "version": None}
     assert (manifest["storage_dtype"], manifest["samples"], manifest["tokens"]) == ("float8", 3, 15)
     assert HiddenStates(tmp_path).engine == manifest["engine"]
+
+
+def test_a_writer_killed_before_its_sidecar_leaves_nothing_that_counts(tmp_path, monkeypatch):
+    """The old sidecar of the same plan would vouch for bytes that it never saw."""
+    write_shard(tmp_path, "shard-00000", make_samples(), "plan")
+    assert shard_is_done(tmp_path, "shard-00000", "plan")
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shard_module, "write_atomically", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_shard(tmp_path, "shard-00000", make_samples(), "plan")
+    assert not shard_is_done(tmp_path, "shard-00000", "plan")
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_a_shard_of_another_size_does_not_count_as_done(tmp_path, size):
+    write_shard(tmp_path, "shard-00000", make_samples(), "plan")
+    path = tmp_path / "shard-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    assert not shard_is_done(tmp_path, "shard-00000", "plan")
+
+
+@pytest.mark.parametrize("content", ["", "{", None])
+def test_a_sidecar_that_cannot_be_read_does_not_count(tmp_path, content):
+    write_shard(tmp_path, "shard-00000", make_samples(), "plan")
+    sidecar = tmp_path / "shard-00000.json"
+    sidecar.unlink() if content is None else sidecar.write_text(content)
+    assert not shard_is_done(tmp_path, "shard-00000", "plan")
+
+
+def test_bytes_are_on_the_disk_before_they_are_read_back_and_names_before_the_next(tmp_path, monkeypatch):
+    steps = []
+
+    def note(name, real):
+        return lambda *args: (steps.append(name), real(*args))[1]
+
+    monkeypatch.setattr(shard_module.os, "fsync", note("fsync", shard_module.os.fsync))
+    monkeypatch.setattr(StoredShard, "sample_checksums", note("read back", StoredShard.sample_checksums))
+    monkeypatch.setattr(shard_module, "sync_folder", note("folder", lambda folder: None))
+    monkeypatch.setattr(shard_module, "write_atomically", note("sidecar", lambda *args: None))
+    write_shard(tmp_path, "shard-00000", make_samples(), "plan")
+    assert [steps[0], *steps[-3:]] == ["fsync", "folder", "sidecar", "folder"]
+    assert steps.index("fsync") < steps.index("read back") < steps.index("folder")
+
+
+def test_no_rows_have_statistics(tmp_path):
+    rows = StoredRows.of(torch.zeros(0, 2, 16), torch.zeros(0, 16), "float8")
+    assert (len(rows), rows.norms.shape, rows.max_abs.shape) == (0, (0, 3), (0,))
+
+
+def test_a_norm_beyond_float32_is_a_number_and_no_missing_value():
+    aux, last = torch.full((2, 2, 16), 1e30), torch.ones(2, 16)
+    rows = StoredRows.of(aux, last, "float32")
+    assert rows.norms[:, 0].tolist() == [torch.finfo(torch.float32).max] * 2
+    assert rows.nonfinite.tolist() == [0, 0]
+    aux[0, 0, 0] = float("inf")
+    assert StoredRows.of(aux, last, "float32").nonfinite.tolist() == [1, 0]

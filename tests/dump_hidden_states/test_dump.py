@@ -129,7 +129,9 @@ def test_shards_beyond_the_plan_are_removed(params):
 def test_a_disk_that_is_too_small_is_refused_before_the_start(params, monkeypatch):
     write_responses(3)
     monkeypatch.setattr(dump_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
-    with pytest.raises(DraftlineError, match=r"need .* GB, the disk has 0\.0 GB free\. Options: dump\.storage_dtype"):
+    with pytest.raises(
+        DraftlineError, match=r"need .* GB, .* and the disk has room for 0\.0 GB\. Options: dump\.storage_dtype"
+    ):
         dump(params)
     assert not list(HIDDEN_STATES.rglob("*.safetensors"))
 
@@ -168,3 +170,105 @@ def test_a_shard_that_cannot_be_read_is_named_with_its_sample(params):
     shard.write_bytes(shard.read_bytes()[:100])
     with pytest.raises(DraftlineError, match=r"shard-00000.safetensors: cannot be read \(sample train-0\)"):
         HiddenStates(HIDDEN_STATES / "train").read(0)
+
+
+def free_one(name: str, split: str = "train") -> None:
+    """As a reader of the ring leaves a shard that it has consumed."""
+    folder = HIDDEN_STATES / split
+    (folder / f"{name}.json").rename(folder / f"{name}.freed")
+    (folder / f"{name}.safetensors").unlink()
+
+
+def test_a_dump_that_stays_computes_what_a_reader_had_consumed(params):
+    write_responses(6)
+    dump(params)
+    whole = {path: path.read_bytes() for path in HIDDEN_STATES.rglob("*") if path.is_file()}
+    free_one("shard-00001")
+    totals = dump(params)
+    assert totals["train"]["taken_over"] == totals["train"]["shards"] - 1
+    assert {path: path.read_bytes() for path in HIDDEN_STATES.rglob("*") if path.is_file()} == whole
+
+
+def test_an_online_dump_leaves_what_was_consumed_and_no_manifest(params, tiny_params, capsys):
+    write_responses(6)
+    dump(params)
+    free_one("shard-00000")
+    online = tiny_params(dump={"batch_tokens": 24, "shard_tokens": 20, "ahead_shards": 99})
+    totals = dump(online)["train"]
+    assert totals["taken_over"] == totals["shards"]
+    assert not (HIDDEN_STATES / "train" / "shard-00000.safetensors").exists()
+    assert not (HIDDEN_STATES / "train" / "manifest.json").exists()
+    assert (HIDDEN_STATES / "heldout" / "manifest.json").exists()
+    assert "For a new epoch remove" in capsys.readouterr().out
+
+
+def test_a_shard_that_vanishes_while_the_dump_runs_is_an_error(params, monkeypatch):
+    write_responses(6)
+    real = shard_module.ShardWriter.__enter__
+
+    def vanish(writer):
+        if writer.plan.name == "shard-00002":
+            (HIDDEN_STATES / "train" / "shard-00000.safetensors").unlink(missing_ok=True)
+        return real(writer)
+
+    monkeypatch.setattr(shard_module.ShardWriter, "__enter__", vanish)
+    with pytest.raises(DraftlineError, match="shard-00000: not there after the dump, and 0 more"):
+        dump(params)
+    assert not (HIDDEN_STATES / "train" / "manifest.json").exists()
+
+
+def test_a_ring_without_room_for_each_rank_is_refused(tiny_params, project, monkeypatch):
+    write_responses(2)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(DraftlineError, match="ahead_shards is 3, fewer than the 4 ranks"):
+        dump(tiny_params(dump={"ahead_shards": 3}))
+
+
+def test_held_out_states_are_there_before_the_first_of_train(params, monkeypatch):
+    write_responses(3)
+    seen = []
+    real = shard_module.ShardWriter.__enter__
+
+    def look(writer):
+        seen.append((writer._path.parent.name, (HIDDEN_STATES / "heldout" / "manifest.json").exists()))
+        return real(writer)
+
+    monkeypatch.setattr(shard_module.ShardWriter, "__enter__", look)
+    dump(params)
+    assert seen[0] == ("heldout", False)
+    assert ("train", True) in seen
+    assert ("train", False) not in seen
+
+
+def test_shards_of_another_plan_are_gone_before_new_ones_are_written(params, tiny_params, monkeypatch):
+    write_responses(6)
+    dump(params)
+    left = []
+    real = shard_module.ShardWriter.__enter__
+    train = HIDDEN_STATES / "train"
+    monkeypatch.setattr(
+        shard_module.ShardWriter,
+        "__enter__",
+        lambda self: (self._path.parent == train and left.append(len(list(train.glob("*.safetensors")))), real(self))[
+            1
+        ],
+    )
+    dump(tiny_params(dump={"batch_tokens": 24, "shard_tokens": 20, "storage_dtype": "bfloat16"}))
+    assert left[0] == 0
+
+
+def test_a_full_disk_takes_over_what_is_there_and_makes_room_of_what_is_left_over(params, monkeypatch):
+    """Once all old files counted as room at once, so half a dump passed that could not end."""
+    write_responses(6)
+    total = dump(params)["train"]["bytes"]
+    monkeypatch.setattr(dump_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 0}))
+    (HIDDEN_STATES / "train" / "shard-00001.json").unlink()
+    dump(params)  # its own remains make room for it
+    kept = {path: path.read_bytes() for path in HIDDEN_STATES.rglob("*") if path.is_file()}
+    (HIDDEN_STATES / "train" / "shard-00001.safetensors").unlink()
+    with pytest.raises(DraftlineError, match="of them are not there yet, and the disk has room for"):
+        dump(params)
+    assert {p: kept[p] for p in kept if p.exists()} == {
+        p: p.read_bytes() for p in HIDDEN_STATES.rglob("*") if p.is_file()
+    }
+    assert total

@@ -7,40 +7,61 @@ import pytest
 import torch
 
 from tasks.common.errors import DraftlineError
-from tasks.common.shard import ShardPlan, StoredShard, shard_is_done
-from tasks.dump_hidden_states.hooks import Recorder
+from tasks.common.shard import ShardWriter, StoredShard, shard_is_done
+from tasks.common.shard_layout import ShardPlan
+from tasks.dump_hidden_states import hooks
+from tasks.dump_hidden_states.layer_output import LayerOutput
+from tasks.dump_hidden_states.recorder import Recorder
 from tasks.dump_hidden_states.spool import ERROR, Destination
+from tests.flows.processes import until
 
 HIDDEN, AUX = 8, 2
-PAIR, STREAM = "0.5.16", "0.5.23"
+# What layers return: of 0.5.16 and of 0.5.23, and what DeepSeek's do.
+PAIR, TRIPLE, TRIPLE_OF_NONE = "a pair", "a pair and indices", "a pair and None"
+STREAM, STREAM_AND_INDICES = "a stream", "a stream and indices"
+STREAMS = (STREAM, STREAM_AND_INDICES)
+INDICES = torch.zeros(1, 2, dtype=torch.int32)
 
 
 class Layer(torch.nn.Module):
     """A decoder layer as a release has it: what it returns in `forward`, and how its output is had from that."""
 
-    def __init__(self, form: str, state: torch.Tensor):
+    def __init__(self, form: str):
         super().__init__()
-        self.form, self.state, self.residual = form, state, torch.full_like(state, 0.5)
-        if form == STREAM:
+        self.form, self.state, self.residual = form, None, None
+        if form in STREAMS:
             self.attn_boundary = SimpleNamespace(
                 capture_output=lambda output, batch: ("handle", output + self.residual)
             )
 
-    def forward(self, positions, hidden, batch, *residual):
-        return (self.state - self.residual, self.residual) if self.form == PAIR else self.state - self.residual
+    def forward(self, positions, hidden, batch):
+        self.residual = torch.full_like(self.state, 0.5)
+        value = self.state - self.residual
+        return {
+            PAIR: (value, self.residual),
+            TRIPLE: (value, self.residual, INDICES),
+            TRIPLE_OF_NONE: (value, self.residual, None),
+            STREAM: value,
+            STREAM_AND_INDICES: (value, INDICES),
+        }[self.form]
+
+
+class Decoder(torch.nn.Module):
+    def forward(self, last, batch):
+        return last
 
 
 class Engine:
     """Forward passes over a shard's samples, the way a scheduler cuts and batches them."""
 
-    def __init__(self, folder, lengths=(4, 6, 3), form: str = PAIR):
+    def __init__(self, folder, lengths=(4, 6, 3), form: str = PAIR, is_first: bool = True, keywords: bool = False):
         generator = torch.Generator().manual_seed(0)
         rows = [
             (f"s{n}", torch.randint(50, (length,), generator=generator).tolist(), [1] * length)
             for n, length in enumerate(lengths)
         ]
         self.plan = ShardPlan.of("shard-00000", "plan", rows)
-        self.folder, self.spool, self.form = folder / "train", folder / "spool", form
+        self.folder, self.spool, self.form, self.keywords = folder / "train", folder / "spool", form, keywords
         self.folder.mkdir()
         self.spool.mkdir()
         destination = Destination(self.plan, self.folder)
@@ -48,7 +69,13 @@ class Engine:
         self.rids = destination.request_ids()
         self.aux = torch.randn(self.plan.tokens, AUX, HIDDEN, generator=generator)
         self.last = torch.randn(self.plan.tokens, HIDDEN, generator=generator)
-        self.recorder = Recorder(self.spool, AUX, HIDDEN, "float32", is_first=True)
+        self.recorder = Recorder(self.spool, AUX, HIDDEN, "float32", is_first)
+        hooks._recorders[str(self.spool)] = self.recorder
+        config = {"spool": str(self.spool)}
+        self.layers, self.decoder = [Layer(form) for _ in range(AUX)], Decoder()
+        for slot, layer in enumerate(self.layers):
+            layer.register_forward_hook(hooks.layer_hook({**config, "slot": slot}))
+        self.decoder.register_forward_hook(hooks.last_hook(config))
 
     def run(
         self, *pieces: tuple[int, int, int], extend: bool = True, others: int = 0, shift: int = 0, skip: bool = False
@@ -57,7 +84,7 @@ class Engine:
 
         Args:
             shift: rows by which token ids are mixed up.
-            skip: the second layer's hook does not run.
+            skip: the second layer does not run.
         """
         starts = [int(self.plan.offsets[sample]) + first for sample, first, _ in pieces]
         rows = torch.cat([torch.arange(start, start + piece[2]) for start, piece in zip(starts, pieces, strict=True)])
@@ -68,27 +95,28 @@ class Engine:
             extend_seq_lens_cpu=([others] if others else []) + [tokens for _, _, tokens in pieces],
             input_ids=torch.cat([torch.zeros(others, dtype=torch.long), ids]),
             positions=torch.cat([torch.arange(others), *(torch.arange(f, f + t) for _, f, t in pieces)]),
-            residual_stream=object() if self.form == STREAM else None,
+            residual_stream=object() if self.form in STREAMS else None,
         )
         pad = torch.full((others, HIDDEN), 9.0)
         returned = []
-        for slot in range(AUX):
-            layer = Layer(self.form, torch.cat([pad, self.aux[rows, slot]]))
-            args = (batch.positions, pad, batch)
-            if not (skip and slot == 1):
-                returned.append(self.recorder.layer(slot)(layer, args, layer(*args)))
-        self.recorder.last(
-            torch.nn.Identity(), (batch.input_ids, batch.positions, batch), torch.cat([pad, self.last[rows]])
-        )
+        for slot, layer in enumerate(self.layers[: 1 if skip else AUX]):
+            layer.state = torch.cat([pad, self.aux[rows, slot]])
+            if self.keywords:
+                returned.append(layer(positions=batch.positions, hidden=pad, batch=batch))
+            else:
+                returned.append(layer(batch.positions, pad, batch))
+        self.decoder(torch.cat([pad, self.last[rows]]), batch)
         return returned
 
     def wait(self) -> StoredShard:
-        while not shard_is_done(self.folder, "shard-00000", "plan"):
-            assert not (self.spool / ERROR).exists(), (self.spool / ERROR).read_text()
+        """The shard, when it is there."""
+        error = self.spool / ERROR
+        until(lambda: error.exists() or shard_is_done(self.folder, "shard-00000", "plan"))
+        assert not error.exists(), error.read_text()
         return StoredShard(self.folder / "shard-00000.safetensors")
 
     def settle(self) -> None:
-        """Until no thread has anything left to do."""
+        """Until no thread has anything left to do, where no shard is whole."""
         self.recorder._threads.shutdown(wait=True)
 
     def error(self) -> str:
@@ -97,7 +125,7 @@ class Engine:
         return (self.spool / ERROR).read_text()
 
 
-@pytest.mark.parametrize("form", [PAIR, STREAM])
+@pytest.mark.parametrize("form", [PAIR, TRIPLE, TRIPLE_OF_NONE, STREAM, STREAM_AND_INDICES])
 def test_rows_go_to_their_requests_whatever_the_batch_and_the_chunks(tmp_path, form):
     engine = Engine(tmp_path, form=form)
     engine.run((0, 0, 4), (1, 0, 2), others=3)
@@ -112,8 +140,30 @@ def test_the_handle_that_a_layer_must_return_is_returned(tmp_path):
     assert Engine(tmp_path, form=STREAM).run((0, 0, 4)) == ["handle", "handle"]
 
 
-def test_a_pair_is_left_as_it_is(tmp_path):
-    assert Engine(tmp_path).run((0, 0, 4)) == [None, None]
+def test_indices_that_a_layer_returns_are_returned_beside_the_handle(tmp_path):
+    assert Engine(tmp_path, form=STREAM_AND_INDICES).run((0, 0, 4)) == [("handle", INDICES), ("handle", INDICES)]
+
+
+@pytest.mark.parametrize("form", [PAIR, TRIPLE])
+def test_a_pair_is_left_as_it_is(tmp_path, form):
+    engine = Engine(tmp_path, form=form)
+    for returned, layer in zip(engine.run((0, 0, 4)), engine.layers, strict=True):
+        assert torch.equal(returned[0], layer.state - 0.5)
+        assert returned[1] is layer.residual
+
+
+def test_layers_called_by_keyword_are_seen_from_their_second_call_on(tmp_path):
+    engine = Engine(tmp_path, keywords=True)
+    ours, engine.rids[0] = engine.rids[0], "HEALTH_CHECK_1"
+    engine.run((0, 0, 4))  # the server's own first request
+    engine.rids[0] = ours
+    engine.run((0, 0, 4), (1, 0, 6), (2, 0, 3))
+    torch.testing.assert_close(engine.wait().aux, engine.aux)
+
+
+def test_a_first_call_by_keyword_that_is_ours_is_not_passed_over(tmp_path):
+    with pytest.raises(DraftlineError, match="after 0 of 2 slots"):
+        Engine(tmp_path, keywords=True).run((0, 0, 4))
 
 
 def test_decoding_and_requests_of_others_leave_no_trace(tmp_path):
@@ -142,8 +192,7 @@ def test_rows_of_other_tokens_are_refused(tmp_path):
 def test_what_went_wrong_in_a_thread_ends_the_server_at_its_next_pass(tmp_path):
     engine = Engine(tmp_path)
     engine.run((0, 0, 4), (1, 0, 6), shift=1)
-    while not (engine.spool / ERROR).exists():
-        pass
+    until((engine.spool / ERROR).exists)
     with pytest.raises(DraftlineError, match="rows of the batch are mixed up"):
         engine.run((2, 0, 3))
 
@@ -160,43 +209,67 @@ def test_a_layer_whose_hook_did_not_run_is_an_error(tmp_path):
         Engine(tmp_path).run((0, 0, 4), skip=True)
 
 
+STATE = torch.zeros(4, HIDDEN)
+
+
 @pytest.mark.parametrize(
-    "output", [torch.zeros(4, HIDDEN), (torch.zeros(4, HIDDEN), torch.zeros(4, 1)), (torch.zeros(4, HIDDEN),)]
+    "output",
+    [
+        STATE,
+        (STATE, torch.zeros(4, 1)),
+        (STATE,),
+        (STATE, None),
+        (STATE, INDICES),
+        (STATE, STATE, STATE),
+        (STATE, STATE.int()),
+    ],
 )
-def test_an_output_that_cannot_be_told_is_never_guessed(tmp_path, output):
-    recorder = Engine(tmp_path).recorder
-    batch = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_extend=lambda: True),
-        rids=["states:train-shard-00000:0"],
-        extend_seq_lens_cpu=[4],
-    )
-    with pytest.raises(DraftlineError, match=r"Identity returned .*neither SGLang 0\.5\.16's pair"):
-        recorder.layer(0)(torch.nn.Identity(), (batch,), output)
+def test_an_output_that_cannot_be_told_is_never_guessed(output):
+    with pytest.raises(DraftlineError, match=r"Identity returned .*neither a pair of hidden state and residual"):
+        LayerOutput.of(torch.nn.Identity(), SimpleNamespace(residual_stream=None), output)
 
 
-def test_a_part_of_an_output_is_refused(tmp_path):
-    engine = Engine(tmp_path)
-    layer = Layer(PAIR, torch.zeros(4, HIDDEN))
-    part, residual = layer(None, None, None)
+def test_a_part_of_an_output_is_refused():
+    part = STATE.clone()
     part._sglang_needs_allreduce_fusion = True
-    batch = SimpleNamespace(
-        forward_mode=SimpleNamespace(is_extend=lambda: True), rids=engine.rids[:1], extend_seq_lens_cpu=[4]
-    )
     with pytest.raises(DraftlineError, match="returned a part of its output"):
-        engine.recorder.layer(0)(layer, (batch,), (part, residual))
+        LayerOutput.of(torch.nn.Identity(), SimpleNamespace(), (part, STATE))
+
+
+def test_forms_that_change_from_layer_to_layer_are_refused(tmp_path):
+    engine = Engine(tmp_path, form=STREAM)
+    engine.layers[1].form = PAIR
+    with pytest.raises(
+        DraftlineError, match="slot 1 came as a pair of hidden state and residual, those before as a value"
+    ):
+        engine.run((0, 0, 4))
 
 
 def test_a_call_without_a_batch_is_refused(tmp_path):
-    with pytest.raises(DraftlineError, match=r"called with \['Tensor'\]: no ForwardBatch among them"):
-        Engine(tmp_path).recorder.layer(0)(torch.nn.Identity(), (torch.zeros(2),), torch.zeros(2))
+    layer = Engine(tmp_path).layers[0]
+    layer.state = STATE
+    layer(None, None, None)
+    with pytest.raises(DraftlineError, match=r"called with \['NoneType', .*\]: no ForwardBatch among them"):
+        layer(None, None, None)
 
 
 def test_only_the_first_rank_writes(tmp_path):
-    engine = Engine(tmp_path, form=STREAM)
-    engine.recorder = Recorder(engine.spool, AUX, HIDDEN, "float32", is_first=False)
+    engine = Engine(tmp_path, form=STREAM, is_first=False)
     assert engine.run((0, 0, 4)) == ["handle", "handle"]  # it still takes part in the sum over ranks
     engine.settle()
     assert list(engine.folder.iterdir()) == []
+
+
+def test_samples_that_follow_each_other_are_written_as_one(tmp_path, monkeypatch):
+    written = []
+    real = ShardWriter.write
+    monkeypatch.setattr(
+        ShardWriter, "write", lambda self, start, rows: (written.append((start, len(rows))), real(self, start, rows))
+    )
+    engine = Engine(tmp_path)
+    engine.run((1, 2, 4), (2, 0, 3), (0, 0, 4), (1, 0, 2), others=3)
+    assert torch.equal(engine.wait().last, engine.last)
+    assert written == [(6, 7), (0, 6)]
 
 
 def test_a_plan_travels_through_the_spool(tmp_path):

@@ -9,7 +9,8 @@ from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import Sample
 from tasks.common.parity import Agreement
 from tasks.common.server_session import port_is_free
-from tasks.common.shard import ShardPlan, StoredShard
+from tasks.common.shard import StoredShard
+from tasks.common.shard_layout import ShardPlan
 from tasks.common.target import load_model, target_contract
 from tasks.dump_hidden_states.capture import Capture
 from tasks.dump_hidden_states.engines import open_engine
