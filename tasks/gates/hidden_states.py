@@ -8,12 +8,12 @@ import numpy as np
 import pandas as pd
 
 from tasks.common.contract import Contract
-from tasks.common.params import Gates, Params
+from tasks.common.params import Params
 from tasks.common.responses import SPLITS
 from tasks.common.target import model_folder, target_contract
 from tasks.common.target_weights import TargetWeights
 from tasks.gates.gate import Gate
-from tasks.gates.replay import replay
+from tasks.gates.replay import replay, replay_limit
 from tasks.gates.report import Histogram
 from tasks.gates.stored_states import StoredStates, read_stored_states
 from tasks.gates.suite import Table, because
@@ -23,6 +23,8 @@ LEAD = (
     "written, and they are what the target computes at the layers that the contract names."
 )
 _DUMP_SHARD = "Delete the shard named above and run `dvc repro`: only it is dumped again."
+# Of the samples, at least so many have gates.min_mask_density of their tokens from the assistant.
+DENSE_SHARE = 0.95
 # `--force` would take over the shards that are there.
 _DUMP_ALL = "Dump again: delete artifacts/hidden_states, then `dvc repro`."
 
@@ -37,9 +39,7 @@ def build(params: Params) -> Gate:
     stored = read_stored_states(contract, TargetWeights(model_folder(params.target)).final_norm())
     tables = stored_tables(stored, contract, params)
     if params.gates.replay_samples:
-        replayed = replay(params, contract, stored.splits, stored.states)
-        shown = ("id", "tokens", "contract", "relative_error")
-        tables.append(Table("replay", "state", replayed, replay_suite(params.gates), shown=shown))
+        tables.append(replay_table(replay(params, contract, stored.splits, stored.states), params))
     return Gate(tables, _figures(stored), list(_histograms(stored.states, contract)))
 
 
@@ -53,20 +53,25 @@ def stored_tables(stored: StoredStates, contract: Contract, params: Params) -> l
             contract_suite(),
             shown=("id", *SPLITS, "expected"),
         ),
-        *shard_tables(stored, contract, params),
+        *shard_tables(stored, state_suite(params, contract, norm_limits(stored.states), whole=True)),
     ]
 
 
-def shard_tables(stored: StoredStates, contract: Contract, params: Params) -> list[Table]:
+def shard_tables(stored: StoredStates, of_states: list[gxe.Expectation]) -> list[Table]:
     """What is judged of shards, be it one or all."""
-    states = stored.states
     return [
         Table(
             "shards", "shard", stored.shards, shard_suite(), shown=("id", "samples", "tokens", "megabytes", "problem")
         ),
         Table("samples", "sample", stored.samples, sample_suite()),
-        Table("states", "sample", states, state_suite(params, contract, norm_limits(states))),
+        Table("states", "sample", stored.states, of_states),
     ]
+
+
+def replay_table(replayed: pd.DataFrame, params: Params) -> Table:
+    """What is judged of states that were replayed."""
+    shown = ("id", "tokens", "contract", "relative_error", "cosine")
+    return Table("replay", "state", replayed, replay_suite(replay_limit(params)), shown=shown)
 
 
 def contract_suite() -> list[gxe.Expectation]:
@@ -138,11 +143,14 @@ def sample_suite() -> list[gxe.Expectation]:
     ]
 
 
-def state_suite(params: Params, contract: Contract, norms: dict[str, tuple[float, float]]) -> list[gxe.Expectation]:
+def state_suite(
+    params: Params, contract: Contract, norms: dict[str, tuple[float, float]], *, whole: bool
+) -> list[gxe.Expectation]:
     """What must hold of the states of each sample.
 
     Args:
         norms: for each norm column the range outside which a sample differs from all others, from `norm_limits`.
+        whole: whether the samples are a whole split or more, of which a share may be exempt from a rule.
     """
     return [
         gxe.ExpectColumnPairValuesToBeEqual(
@@ -245,18 +253,7 @@ def state_suite(params: Params, contract: Contract, norms: dict[str, tuple[float
                 "Check the chat template and the answers.",
             ),
         ),
-        gxe.ExpectColumnValuesToBeBetween(
-            column="mask_density",
-            min_value=params.gates.min_mask_density,
-            mostly=0.95,
-            severity="critical",
-            description="Nearly every sample has at least gates.min_mask_density of its tokens from the assistant",
-            meta=because(
-                "D1",
-                "Short answers to long prompts cost a whole forward pass for a few tokens of training.",
-                "Raise regenerate.max_new_tokens, lower prompts.max_prompt_tokens, or lower gates.min_mask_density.",
-            ),
-        ),
+        *([_mask_density(params)] if whole else []),
         *(
             gxe.ExpectColumnValuesToBeBetween(
                 column=column,
@@ -272,12 +269,27 @@ def state_suite(params: Params, contract: Contract, norms: dict[str, tuple[float
     ]
 
 
-def replay_suite(gates: Gates) -> list[gxe.Expectation]:
+def _mask_density(params: Params) -> gxe.Expectation:
+    return gxe.ExpectColumnValuesToBeBetween(
+        column="mask_density",
+        min_value=params.gates.min_mask_density,
+        mostly=DENSE_SHARE,
+        severity="critical",
+        description="Nearly every sample has at least gates.min_mask_density of its tokens from the assistant",
+        meta=because(
+            "D1",
+            "Short answers to long prompts cost a whole forward pass for a few tokens of training.",
+            "Raise regenerate.max_new_tokens, lower prompts.max_prompt_tokens, or lower gates.min_mask_density.",
+        ),
+    )
+
+
+def replay_suite(limit: float) -> list[gxe.Expectation]:
     """What must hold of each state that was replayed."""
     return [
         gxe.ExpectColumnValuesToBeBetween(
             column="relative_error",
-            max_value=gates.max_relative_error,
+            max_value=limit,
             severity="critical",
             description="A state is what the target computes there, alone and unpadded",
             meta=because(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pandas as pd
@@ -14,7 +15,20 @@ from tasks.common.parity import Agreement, Match, all_states, find_state, layer_
 from tasks.common.progress import progress
 from tasks.common.target import load_model
 
-_COLUMNS = ("id", "tokens", "contract", "relative_error", "detail")
+_COLUMNS = ("id", "tokens", "contract", "relative_error", "cosine", "detail")
+# Largest relative error by the type that the target computes in and the one that its states are stored in. Rounding alone
+# gives 0.0002 (float16), 0.0017 (bfloat16) and 0.026 (float8); two engines that compute in bfloat16 differ by 0.013; a
+# neighbouring layer by 0.2.
+_LIMITS: dict[str, dict[str, float]] = {
+    "float32": {"float32": 1e-4, "float16": 1e-3, "bfloat16": 5e-3, "float8": 0.05},
+    "float16": {"float32": 0.01, "float16": 0.01, "bfloat16": 0.015, "float8": 0.06},
+    "bfloat16": {"float32": 0.05, "float16": 0.05, "bfloat16": 0.05, "float8": 0.08},
+}
+
+
+def replay_limit(params: Params) -> float:
+    """The relative error above which a replayed state is not what was stored."""
+    return params.gates.max_replay_error or _LIMITS[params.target.dtype][params.dump.storage_dtype]
 
 
 def replay(params: Params, contract: Contract, splits: dict[str, HiddenStates], states: pd.DataFrame) -> pd.DataFrame:
@@ -31,11 +45,16 @@ def replay(params: Params, contract: Contract, splits: dict[str, HiddenStates], 
         where that is too large, which state of the target it really is.
     """
     chosen = [place for split in splits for place in _spread(states, split, contract, params.gates.replay_samples)]
-    model = load_model(params.target) if chosen else None
+    target = Replay(params, contract)
     rows: list[dict[str, Any]] = []
     for place in progress(chosen, total=len(chosen), desc="replaying through the target", unit="sample"):
         sample = splits[place.split].read(place.index)
-        rows += _compare(model, sample, contract, params.gates.max_relative_error)
+        rows += target.rows(sample)
+    return as_table(rows)
+
+
+def as_table(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """Rows of `Replay.rows`, of none too."""
     return pd.DataFrame(rows, columns=_COLUMNS)
 
 
@@ -58,25 +77,39 @@ def _spread(states: pd.DataFrame, split: str, contract: Contract, count: int) ->
     return [_Place(*values) for values in usable.iloc[places][["split", "index"]].itertuples(index=False)]
 
 
-def _compare(model: torch.nn.Module, sample: Sample, contract: Contract, limit: float) -> Iterator[dict[str, Any]]:
-    outputs = layer_outputs(model, sample.input_ids, contract.aux_layer_ids)
-    references = {output_name(layer): output for layer, output in zip(contract.aux_layer_ids, outputs, strict=True)}
-    references[f"{output_name(contract.num_layers - 1)} after the final norm"] = _last_state(model, sample.input_ids)
-    stored = [*sample.aux.unbind(1), sample.last]
-    every: dict[str, torch.Tensor] = {}
-    for slot, (state, (name, reference)) in enumerate(zip(stored, references.items(), strict=True)):
-        error = Agreement.of(state, reference).relative_error
-        detail = ""
-        if error > limit:
-            every = every or all_states(model, sample.input_ids)
-            detail = _explain(name, find_state(state, every))
-        yield {
-            "id": f"{sample.id} {'last' if state is sample.last else f'slot {slot}'}",
-            "tokens": sample.num_tokens,
-            "contract": name,
-            "relative_error": float(f"{error:.1g}"),  # further digits change with the number of threads
-            "detail": detail,
-        }
+class Replay:
+    """The target, loaded at the first sample."""
+
+    def __init__(self, params: Params, contract: Contract):
+        self._params, self._contract = params, contract
+
+    def rows(self, sample: Sample) -> Iterator[dict[str, Any]]:
+        """A row a state of `sample`, its aux slots and its last."""
+        layers, model, limit = self._contract.aux_layer_ids, self._model, replay_limit(self._params)
+        outputs = layer_outputs(model, sample.input_ids, layers)
+        references = {output_name(layer): output for layer, output in zip(layers, outputs, strict=True)}
+        last = f"{output_name(self._contract.num_layers - 1)} after the final norm"
+        references[last] = _last_state(model, sample.input_ids)
+        every: dict[str, torch.Tensor] = {}
+        for slot, (name, reference) in enumerate(references.items()):
+            state = sample.last if name == last else sample.aux[:, slot]
+            agreement = Agreement.of(state, reference)
+            detail = ""
+            if agreement.relative_error > limit:
+                every = every or all_states(model, sample.input_ids)
+                detail = _explain(name, find_state(state, every))
+            yield {
+                "id": f"{sample.id} {'last' if name == last else f'slot {slot}'}",
+                "tokens": sample.num_tokens,
+                "contract": name,
+                "relative_error": float(f"{agreement.relative_error:.1g}"),  # further digits change with the threads
+                "cosine": round(agreement.cosine, 4),
+                "detail": detail,
+            }
+
+    @cached_property
+    def _model(self) -> torch.nn.Module:
+        return load_model(self._params.target)
 
 
 def _explain(name: str, match: Match) -> str:

@@ -8,7 +8,9 @@ from tasks.common.files import read_json, read_jsonl, write_json, write_jsonl
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, Sample
 from tasks.common.params import ContractParams
 from tasks.common.responses import RESPONSES
+from tasks.common.target import load_model
 from tasks.dump_hidden_states.dump import dump
+from tasks.gates.replay import replay_limit
 from tests.stored import close_again, copy_of, write_shard
 
 TRAIN = HIDDEN_STATES / "train"
@@ -111,6 +113,49 @@ def test_states_of_another_layer_are_found_by_replay_which_names_it(run, judge, 
     assert verdict.outcome("failed") == [REPLAYED]
     assert {name.split(maxsplit=1)[1] for name in verdict.samples(REPLAYED)} == {"slot 1"}
     assert "the contract says the output of layer 3; it is the output of layer 2" in verdict.error
+
+
+def test_the_embedding_in_place_of_a_layer_is_found_by_replay_which_names_it(run, judge, params):
+    """H8: a comment said that the first slot is the embedding, and a fix was built on it."""
+    embedding = load_model(params.target).get_input_embeddings()
+
+    def with_embedding(sample: Sample) -> Sample:
+        sample.aux[:, 0] = embedding(sample.input_ids.long()).detach()
+        return sample
+
+    planted = rewrite(with_embedding)
+    verdict = judge("hidden_states", gates={"replay_samples": 8})
+    assert set(verdict.samples(REPLAYED)) == {f"{name} slot 0" for name in planted}
+    assert "the contract says the output of layer 1; it is the embedding" in verdict.error
+
+
+def test_the_limit_of_the_replay_follows_the_types(params):
+    def limit(dtype: str, storage_dtype: str, **gates) -> float:
+        return replay_limit(
+            params.model_copy(
+                update={
+                    "target": params.target.model_copy(update={"dtype": dtype}),
+                    "dump": params.dump.model_copy(update={"storage_dtype": storage_dtype}),
+                    "gates": params.gates.model_copy(update=gates),
+                }
+            )
+        )
+
+    assert limit("float32", "float32") == 1e-4
+    assert limit("bfloat16", "bfloat16") == 0.05 < limit("bfloat16", "float8")
+    assert limit("float32", "float32", max_replay_error=0.02) == 0.02
+
+
+@pytest.mark.parametrize("storage_dtype", ["float16", "bfloat16", "float8"])
+def test_rounding_to_the_stored_type_passes_the_replay_by_the_limit_of_that_type(run, judge, params, storage_dtype):
+    stored = params.model_copy(update={"dump": params.dump.model_copy(update={"storage_dtype": storage_dtype})})
+    dump(stored)
+    verdict = judge("hidden_states", gates={"replay_samples": 2}, dump={"storage_dtype": storage_dtype})
+    assert verdict.error == ""
+    exact = judge(
+        "hidden_states", gates={"replay_samples": 2, "max_replay_error": 1e-5}, dump={"storage_dtype": storage_dtype}
+    )
+    assert exact.outcome("failed") == [REPLAYED]
 
 
 def test_rows_that_a_batch_mixed_up_are_found_by_replay(run, judge):
