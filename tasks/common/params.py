@@ -27,6 +27,9 @@ class Target(Section):
     revision: str | None = Field(None, description="commit of a hub id; null takes the newest")
     dtype: Dtype = "float32"
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = Field(
+        None, description="transformers: spread a target that one GPU cannot hold over all that are visible"
+    )
     trust_remote_code: bool = False
 
 

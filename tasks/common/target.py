@@ -139,19 +139,28 @@ def _outline(path: Path) -> list:
 
 
 def load_model(params: TargetParams, folder: Path = TARGET):
-    """The prepared target in eval mode, in `params.dtype` on `params.device`."""
-    return load_causal_lm(model_folder(params, folder), params.dtype, params.device, params.trust_remote_code)
+    """The prepared target in eval mode, in `params.dtype` on `params.device`, or spread by `params.device_map`."""
+    device = params.device_map or params.device
+    return load_causal_lm(model_folder(params, folder), params.dtype, device, params.trust_remote_code)
 
 
 def load_causal_lm(folder: Path, dtype: str, device: str = "cpu", trust_remote_code: bool = False):
-    """A folder of weights as transformers' causal LM in eval mode."""
+    """A folder of weights as transformers' causal LM in eval mode.
+
+    Args:
+        device: a device, or how to spread the layers over several ('auto', ...).
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
+    of_one = device.partition(":")[0] in ("cpu", "cuda")
     model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, dtype), trust_remote_code=trust_remote_code
+        folder,
+        dtype=getattr(torch, dtype),
+        trust_remote_code=trust_remote_code,
+        device_map=None if of_one else device,
     )
-    return model.to(device).eval()
+    return (model.to(device) if of_one else model).eval()
 
 
 def render_prompt(tokenizer, messages: list[dict]) -> list[int]:

@@ -35,7 +35,8 @@ class Capture:
         mask = torch.tensor([[1] * len(s) + [0] * (width - len(s)) for s in sequences], device=self.device)
         with self._hooked() as outputs:
             last = self.decoder(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        aux = torch.stack([outputs[layer] for layer in self.aux_layer_ids], dim=2)
+        # Layers may lie on several devices.
+        aux = torch.stack([outputs[layer].to(last.device) for layer in self.aux_layer_ids], dim=2)
         return [(aux[row, : len(s)], last[row, : len(s)]) for row, s in enumerate(sequences)]
 
     @contextmanager

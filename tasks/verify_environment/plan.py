@@ -139,9 +139,10 @@ class _Costs:
         return Estimate("regenerate_responses", load.tokens, seconds, 10 * load.tokens, gpus, basis)
 
     def dump_hidden_states(self) -> Estimate:
-        size, forward = self._state_bytes(), self._prefill_s(self.load.tokens, 1)
-        seconds = START_S + forward + size / DISK_BYTES_PER_S
+        written, forward = self._state_bytes(), self._prefill_s(self.load.tokens, 1)
+        seconds = START_S + forward + written / DISK_BYTES_PER_S
         basis = f"prefill {forward:.0f} s; {self._state_bytes_per_token():,} bytes a token at 300 MB/s"
+        size = self._tokens_at_once() * self._state_bytes_per_token()
         return Estimate("dump_hidden_states", self.load.tokens, seconds, size, int(not self.on_cpu), basis)
 
     def train_draft(self) -> Estimate:
@@ -197,6 +198,15 @@ class _Costs:
 
     def _state_bytes(self) -> int:
         return self.load.tokens * self._state_bytes_per_token()
+
+    def _tokens_at_once(self) -> int:
+        """Tokens whose states are on the disk at once: online, a ring of shards of train, each closed by an answer."""
+        settings, load = self.params.dump, self.load
+        if settings.ahead_shards is None:
+            return load.tokens
+        longest = self.params.prompts.max_prompt_tokens + self.params.regenerate.max_new_tokens
+        ring = settings.ahead_shards * (settings.shard_tokens + longest)
+        return load.tokens - load.train_tokens + min(load.train_tokens, ring)
 
     def _state_bytes_per_token(self) -> int:
         """(n_aux + 1) x H values, and the token's id and mask."""

@@ -63,6 +63,7 @@ def verify(params: Params) -> Report:
         target_checks.check_memory(params, target, gpus, available_memory()),
         host.check_prompts(params, sources, unreadable),
         host.check_disk(needs),
+        host.check_quota(params, estimates),
         host.check_ports(params),
     ]
     return Report(

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tasks.common import planned_shards
 from tasks.common import shard as shard_module
@@ -272,3 +273,23 @@ def test_a_full_disk_takes_over_what_is_there_and_makes_room_of_what_is_left_ove
         p: p.read_bytes() for p in HIDDEN_STATES.rglob("*") if p.is_file()
     }
     assert total
+
+
+def test_a_target_that_is_spread_by_a_device_map_gives_the_same_states(
+    params, tiny_params, tiny_model_folder, monkeypatch
+):
+    write_responses(3)
+    dump(params)
+    expected = HiddenStates(HIDDEN_STATES / "train").read(2).aux.clone()
+    maps = []
+    real = AutoModelForCausalLM.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForCausalLM,
+        "from_pretrained",
+        lambda *args, **kwargs: (maps.append(kwargs["device_map"]), real(*args, **kwargs))[1],
+    )
+    # The type makes another plan: all is computed again.
+    settings = {"batch_tokens": 24, "shard_tokens": 20, "storage_dtype": "float16"}
+    dump(tiny_params(target={"model": str(tiny_model_folder), "device_map": "auto"}, dump=settings))
+    assert maps == ["auto"]
+    torch.testing.assert_close(HiddenStates(HIDDEN_STATES / "train").read(2).aux, expected.half(), rtol=1e-3, atol=1e-3)

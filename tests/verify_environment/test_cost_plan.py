@@ -55,6 +55,14 @@ def test_states_of_more_layers_and_fewer_bytes():
     assert dump.disk_bytes == dump.tokens * ((4 + 1) * 576 * 2 + 5)
 
 
+def test_a_ring_takes_the_disk_of_its_shards_and_of_the_held_out_states():
+    heldout = 5_800 + 66 * 48
+    ring = plan(dump={"ahead_shards": 2, "shard_tokens": 4096})["dump_hidden_states"]
+    assert ring.disk_bytes == (heldout + 2 * (4096 + 512 + 48)) * ((3 + 1) * 576 * 4 + 5)
+    assert ring.seconds == plan()["dump_hidden_states"].seconds  # all of them are computed and written
+    assert plan(dump={"ahead_shards": 999})["dump_hidden_states"].disk_bytes == plan()["dump_hidden_states"].disk_bytes
+
+
 def test_a_token_of_the_first_users_target_takes_57_kilobytes():
     dump = plan(H200, KIMI, dump={"storage_dtype": "bfloat16"})["dump_hidden_states"]
     assert dump.disk_bytes / dump.tokens == 4 * 7168 * 2 + 5

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tasks.common.hidden_states import HIDDEN_STATES
-from tasks.verify_environment.checks.host import check_disk
+from tasks.common.params import Params
+from tasks.verify_environment.checks.host import check_disk, check_quota
 from tasks.verify_environment.disk import Need, disk_needs
 from tasks.verify_environment.facts import Repository
 from tasks.verify_environment.plan import Estimate
@@ -112,3 +113,9 @@ def test_no_repository_is_a_fact_not_a_failure():
     facts = Repository.model_validate(find([]))
     assert facts.cache is None
     assert facts.version
+
+
+@pytest.mark.parametrize(("quota", "verdict"), [(None, "not applicable"), (5.1, "ok"), (4.9, "warning")])
+def test_the_quota_of_the_states_is_checked_before_the_start(quota, verdict):
+    check = check_quota(Params.model_validate({"dump": {"max_gigabytes": quota}}), [states(5 * GB)])
+    assert check.verdict == verdict

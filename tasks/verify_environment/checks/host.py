@@ -11,6 +11,7 @@ from tasks.common.params import Params
 from tasks.common.server_session import ServerRecord, describe_process, port_is_free, port_owner, record_path
 from tasks.verify_environment.disk import Need
 from tasks.verify_environment.facts import Interpreter, Repository
+from tasks.verify_environment.plan import Estimate
 from tasks.verify_environment.prompt_sources import PromptSource, prompts_and_tokens
 
 CONSTRAINTS = Path("infra/constraints-cpu.txt")
@@ -54,6 +55,30 @@ def check_disk(needs: list[Need]) -> Check:
         return want.error(found, fix)
     if any(max(need.missing, need.missing_if_changed) > 0.9 * need.free for need in needs):
         return want.warning(found, fix)
+    return want.ok(found)
+
+
+def check_quota(params: Params, estimates: list[Estimate]) -> Check:
+    """
+    Args:
+        estimates: of the stages; none where the target is not known.
+    """
+    quota = params.dump.max_gigabytes
+    want = Expectation(
+        "states quota",
+        f"at most {quota:g} GB of states" if quota else "no quota of the states",
+        "dump_hidden_states refuses to start beyond dump.max_gigabytes.",
+    )
+    sizes = [estimate.disk_bytes for estimate in estimates if estimate.stage == "dump_hidden_states"]
+    if not quota or not sizes:
+        return want.not_applicable("no estimate" if quota else "dump.max_gigabytes is null")
+    found = f"{sizes[0] / 1e9:.2f} GB, if every answer is as long as it may become"
+    if sizes[0] > quota * 1e9:
+        return want.warning(
+            found,
+            "Set dump.storage_dtype: bfloat16 or float8, fewer prompts (prompts.max_train), shorter answers "
+            "(regenerate.max_new_tokens), dump.ahead_shards (training while the dump goes on), or a larger quota.",
+        )
     return want.ok(found)
 
 
