@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from tasks.common.contract import Contract
-from tasks.common.final_norm import TOLERANCE, token_rms
+from tasks.common.final_norm import TOLERANCE, farthest_from_one, token_rms
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, table_of
 from tasks.common.progress import progress
 from tasks.common.responses import SPLITS, read_responses
@@ -180,7 +180,7 @@ def _measure(
     starts, ends = offsets[:-1], offsets[1:]
     ids, mask = shard.input_ids.numpy()[: offsets[-1]], shard.loss_mask.numpy()
     found = shard.statistics(offsets)
-    rms = _farthest_rms(shard, starts, ends, final_norm)
+    rms = farthest_from_one(_rms(shard, int(ends[-1]), final_norm), starts)
     normed = np.abs(rms - 1) <= TOLERANCE[storage_dtype]
     tokens = recorded["tokens"].to_numpy()
     return pd.DataFrame(
@@ -212,19 +212,10 @@ def _measure(
     )
 
 
-def _farthest_rms(shard: StoredShard, starts: np.ndarray, ends: np.ndarray, final_norm: torch.Tensor) -> np.ndarray:
-    """Of each sample the rms of last / norm weight that is farthest from 1; infinite where one is not a number."""
-    end = int(ends[-1])
-    rms = np.concatenate(
-        [
-            token_rms(shard.states(start, min(start + _ROWS_AT_ONCE, end))[1], final_norm).numpy()
-            for start in range(0, end, _ROWS_AT_ONCE)
-        ]
-    )
-    away = np.nan_to_num(np.abs(rms - 1), nan=np.inf)
-    farthest = np.maximum.reduceat(away, starts)
-    above = np.maximum.reduceat(np.nan_to_num(rms, nan=np.inf), starts)
-    return np.where(above - 1 == farthest, above, 1 - farthest)
+def _rms(shard: StoredShard, end: int, final_norm: torch.Tensor) -> np.ndarray:
+    """rms of last / norm weight of each token up to `end`."""
+    pieces = ((start, min(start + _ROWS_AT_ONCE, end)) for start in range(0, end, _ROWS_AT_ONCE))
+    return np.concatenate([token_rms(shard.states(*piece)[1], final_norm).numpy() for piece in pieces])
 
 
 def _stored_type(shard: StoredShard) -> str:
@@ -274,11 +265,12 @@ def _samples(read: list[pd.DataFrame], answers: pd.DataFrame) -> pd.DataFrame:
     stored = pd.concat([*read, pd.DataFrame(columns=["id", "problem", "detail"])])
     times = stored["id"].value_counts()
     stored = stored.drop_duplicates("id")
-    missing = answers[~answers.index.isin(stored["id"])]
+    places = answers.index.get_indexer(stored["id"])
+    missing = answers[~np.isin(np.arange(len(answers)), places)]
     lost = pd.DataFrame({"id": missing.index, "problem": "", "detail": "of " + missing["split"].to_numpy()})
     samples = pd.concat([stored, lost]).sort_values("id", ignore_index=True)
     samples["stored"] = samples["id"].map(times).fillna(0).astype(int)
-    samples["answered"] = samples["id"].isin(answers.index)
+    samples["answered"] = answers.index.get_indexer(samples["id"]) >= 0
     return samples
 
 

@@ -211,8 +211,8 @@ def _observed(kwargs: dict[str, Any], summary: dict[str, Any], table: Table) -> 
     if pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values):
         low, high = values.min(), values.max()
         return show(low) if low == high else f"{show(low)} … {show(high)}"
-    distinct = sorted({show(value) for value in values})
-    return ", ".join(distinct) if len(distinct) <= 3 else f"{len(distinct)} values"
+    distinct = values.unique()
+    return ", ".join(sorted(map(show, distinct))) if len(distinct) <= 3 else f"{len(distinct)} values"
 
 
 def _sample(row: dict[str, Any]) -> dict[str, str]:

@@ -17,10 +17,17 @@ REPORT = REPORTS / "train_draft.json"
 
 
 def main(params: Params, tracker: Tracker) -> None:
+    from tasks.train_draft.source import DumpedSource
+
+    train(params, tracker, DumpedSource)
+
+
+def train(params: Params, tracker: Tracker, open_source) -> None:
+    """Train on the states of `open_source(params)` (source.py)."""
     from tasks.train_draft.prepare import prepare_training, write_result
 
     folder = ARTIFACTS / "draft"
-    trainer, facts = prepare_training(params, folder)
+    trainer, facts = prepare_training(params, folder, open_source)
     tokens, began = 0, time.monotonic()
     total, done = params.train_draft.max_steps, trainer.step
     with progress(total=total, initial=done, desc="training", unit="step") as bar:

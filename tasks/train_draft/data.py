@@ -11,10 +11,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tasks.common.errors import DraftlineError
-from tasks.common.hidden_states import HiddenStates
+from tasks.common.hidden_states import HiddenStates, Sample
 from tasks.common.packing import PackedSamples
 from tasks.common.storage import decode
 
+# A sample as it is stored, and the scales of its aux states and of its last (None but for float8).
+StoredSample = tuple[Sample, torch.Tensor | None, torch.Tensor | None]
 # Batches that are filled at the same time. More would fill them better and make the last ones of short samples alone.
 _OPEN_BATCHES = 64
 
@@ -49,6 +51,18 @@ class StoredBatch:
     aux_scale: torch.Tensor | None
     last_scale: torch.Tensor | None
     target_argmax: torch.Tensor
+
+    @classmethod
+    def of(cls, stored: list[StoredSample], target_argmax: torch.Tensor) -> "StoredBatch":
+        """Lay samples as they are stored end to end."""
+        samples, *scales = zip(*stored, strict=True)
+        return cls(
+            tuple(sample.id for sample in samples),
+            tuple(sample.num_tokens for sample in samples),
+            *(torch.cat([getattr(s, name) for s in samples]) for name in ("input_ids", "loss_mask", "aux", "last")),
+            *(None if of_all[0] is None else torch.cat(of_all) for of_all in scales),
+            target_argmax,
+        )
 
     def on(self, device: str) -> Batch:
         """Decoded to float32 on `device`."""
@@ -105,15 +119,8 @@ class DraftData(Dataset):
 
     def __getitem__(self, indices: list[int]) -> StoredBatch:
         """The same as worker processes read it."""
-        samples, *scales = zip(*map(self.states.read_stored, indices), strict=True)
         argmax = np.concatenate([self.target_argmax[self.starts[i] : self.starts[i + 1]] for i in indices])
-        return StoredBatch(
-            tuple(sample.id for sample in samples),
-            tuple(sample.num_tokens for sample in samples),
-            *(torch.cat([getattr(s, name) for s in samples]) for name in ("input_ids", "loss_mask", "aux", "last")),
-            *(None if of_all[0] is None else torch.cat(of_all) for of_all in scales),
-            torch.from_numpy(argmax),
-        )
+        return StoredBatch.of([self.states.read_stored(index) for index in indices], torch.from_numpy(argmax))
 
 
 def pack(tokens: np.ndarray, order: np.ndarray, batch_tokens: int) -> list[list[int]]:

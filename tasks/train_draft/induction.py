@@ -21,10 +21,12 @@ import torch
 
 from tasks.common.draft import Eagle3Draft
 from tasks.common.errors import DraftlineError
-from tasks.common.hidden_states import HiddenStates
+from tasks.common.hidden_states import HiddenStates, Sample
 
+# Aux states [n, n_aux, H] and tokens [n].
+TrainingStates = tuple[torch.Tensor, torch.Tensor]
 # Tokens the maps are fitted to: a few dozen for each direction of the code.
-_MAX_TOKENS = 16384
+MAX_TOKENS = 16384
 # Score of a matching key over a chance one, in nats.
 _MATCH = 5.0
 # Share of what is copied in the residual, whose entries are of order 1 after the norm.
@@ -38,16 +40,13 @@ _SLOW = 0.01
 
 
 @torch.no_grad()
-def start_induction_head(draft: Eagle3Draft, states: HiddenStates, lm_head: torch.Tensor) -> None:
+def start_induction_head(draft: Eagle3Draft, states: TrainingStates, lm_head: torch.Tensor) -> None:
     """Set fc, and the first query head of each group of q_proj, k_proj, v_proj and o_proj; other heads stay.
 
     Args:
         draft: with weights set and fc selecting the last slot.
-        states: of the training split.
+        states: of training, finite.
         lm_head: the target's, [V, H].
-
-    Raises:
-        DraftlineError: a sample's states are not finite; names it.
     """
     attention, hidden = draft.midlayer.self_attn, draft.config.hidden_size
     groups, head_dim = attention.kv_heads, attention.head_dim
@@ -57,7 +56,7 @@ def start_induction_head(draft: Eagle3Draft, states: HiddenStates, lm_head: torc
     code_dims = code_dims[: max(1, hidden // 4 // groups)]
     value_dims = min(head_dim, hidden // groups)
 
-    aux, tokens = _sample(states)
+    aux, tokens = states
     embeddings, head_rows = _unit_rms(draft.embed_tokens[tokens]), _unit_rms(lm_head[tokens])
     code = _whitened_directions(embeddings, groups * len(code_dims))
     free = _least_used_directions(aux[:, -1], groups * len(code_dims))
@@ -83,10 +82,11 @@ def start_induction_head(draft: Eagle3Draft, states: HiddenStates, lm_head: torc
         o[:, query_rows[:value_dims]] = _COPY * copied[:, dealt]
 
 
-def _sample(states: HiddenStates) -> tuple[torch.Tensor, torch.Tensor]:
-    """Aux states [n, n_aux, H] and tokens [n] of samples spread over the split, n about `_MAX_TOKENS` at most.
+def training_states(states: HiddenStates) -> TrainingStates:
+    """Samples spread over a split, about `MAX_TOKENS` tokens at most.
 
-    First tokens are left out: their states are those of an attention sink, hundreds of times larger than others.
+    Raises:
+        DraftlineError: a sample's states are not finite; names it.
     """
     nonfinite = states.column("num_nonfinite")
     if nonfinite.any():
@@ -96,7 +96,13 @@ def _sample(states: HiddenStates) -> tuple[torch.Tensor, torch.Tensor]:
             f"`python -m tasks.gate_hidden_states` lists all such samples; dump them again."
         )
     total = int(states.tokens.sum())
-    samples = [states.read(index) for index in range(0, len(states), max(1, -(-total // _MAX_TOKENS)))]
+    return without_first_tokens(
+        [states.read(index) for index in range(0, len(states), max(1, -(-total // MAX_TOKENS)))]
+    )
+
+
+def without_first_tokens(samples: list[Sample]) -> TrainingStates:
+    """First tokens are left out: their states are those of an attention sink, hundreds of times larger than others."""
     return (
         torch.cat([sample.aux[1:].float() for sample in samples]),
         torch.cat([sample.input_ids[1:].long() for sample in samples]),

@@ -1,13 +1,14 @@
 """Where training starts: random weights, or as much of the target as fits into the draft."""
 
+from collections.abc import Callable
+
 import torch
 
 from tasks.common.draft import Eagle3Draft
-from tasks.common.hidden_states import HiddenStates
 from tasks.common.target import TargetShape
 from tasks.common.target_weights import TargetWeights
 from tasks.common.vocab_map import VocabMap
-from tasks.train_draft.induction import start_induction_head
+from tasks.train_draft.induction import TrainingStates, start_induction_head
 
 # Standard deviation of random matrices, as Llama starts (initializer_range).
 _RANDOM_STD = 0.02
@@ -20,7 +21,7 @@ def initialise(
     seed: int,
     shape: TargetShape,
     weights: TargetWeights | None,
-    states: HiddenStates,
+    sample: Callable[[], TrainingStates],
 ) -> None:
     """Set every parameter.
 
@@ -30,7 +31,7 @@ def initialise(
 
     Args:
         weights: the target's; None starts from random weights alone.
-        states: of the training split.
+        sample: gives the training states that the induction head is fitted to.
     """
     generator = torch.Generator().manual_seed(seed)
     for parameter in draft.parameters():
@@ -46,7 +47,7 @@ def initialise(
     hidden = draft.config.hidden_size
     draft.fc.weight.zero_()
     draft.fc.weight[:, -hidden:] = torch.eye(hidden)
-    start_induction_head(draft, states, lm_head)
+    start_induction_head(draft, sample(), lm_head)
     _copy_last_mlp(draft, weights, f"model.layers.{shape.num_layers - 1}")
 
 

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+from tasks.common.contract import Contract
 from tasks.common.draft import Eagle3Draft
 from tasks.common.files import replacing, sha256_json, write_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
@@ -12,13 +13,14 @@ from tasks.common.target_weights import TargetWeights
 from tasks.train_draft.checkpoints import Checkpoints
 from tasks.train_draft.data import DraftData
 from tasks.train_draft.initialise import initialise
+from tasks.train_draft.source import DumpedSource, OpenSource
 from tasks.train_draft.target_head import RestrictedHead, TargetHead, cache_target_argmax
 from tasks.train_draft.trainer import Trainer
 from tasks.train_draft.vocab_map import build_vocab_map, count_supervised_tokens, coverage
 
 
-def prepare_training(params: Params, folder: Path) -> tuple[Trainer, dict]:
-    """Build the trainer over `artifacts/hidden_states`, with partial work in `folder`/checkpoints.
+def prepare_training(params: Params, folder: Path, open_source: OpenSource = DumpedSource) -> tuple[Trainer, dict]:
+    """Build the trainer over the states of `open_source`, with partial work in `folder`/checkpoints.
 
     Returns:
         the trainer, and what the report says of the data: samples, tokens, vocabulary coverage.
@@ -27,46 +29,46 @@ def prepare_training(params: Params, folder: Path) -> tuple[Trainer, dict]:
         DraftlineError: train and heldout differ in contract, or there is nothing to train on.
     """
     settings, device = params.train_draft, params.target.device
-    states = {split: HiddenStates(HIDDEN_STATES / split) for split in ("train", "heldout")}
-    contract = states["train"].contract
-    contract.require_same(states["heldout"].contract, str(states["train"].folder), str(states["heldout"].folder))
-    checkpoints = Checkpoints(folder / "checkpoints", _key(params, states))
+    shape, weights = TargetShape.of(load_config()), TargetWeights(model_folder(params.target))
+    train = open_source(params)
+    heldout = HiddenStates(HIDDEN_STATES / "heldout")
+    contract, known = train.contract, train.summary()
+    contract.require_same(heldout.contract, str(HIDDEN_STATES / "train"), str(heldout.folder))
+    checkpoints = Checkpoints(folder / "checkpoints", _key(params, contract, known.identity, heldout))
     for name in ("draft.safetensors", "draft.json"):  # of an earlier run: no result stands beside partial work
         (folder / name).unlink(missing_ok=True)
 
-    shape, weights = TargetShape.of(load_config()), TargetWeights(model_folder(params.target))
-    counts = {split: count_supervised_tokens(split_states) for split, split_states in states.items()}
+    counts = {"train": known.counts, "heldout": count_supervised_tokens(heldout)}
     vocab_map = build_vocab_map(counts["train"], settings.draft_vocab_size)
     shares = coverage(vocab_map, counts)
     vocab_map.save(folder / "vocab_map.safetensors")
 
-    target_head = TargetHead(weights, shape, contract.last_is_normed, device)
-    data = {}
-    for split, split_states in states.items():
-        argmax = cache_target_argmax(split_states, target_head, checkpoints.folder / f"{split}_argmax.npy")
-        data[split] = DraftData(split_states, argmax, settings.batch_tokens, device)
-
+    head = TargetHead(weights, shape, contract.last_is_normed, device)
+    batches = train.batches(head, checkpoints.folder)
+    argmax = cache_target_argmax(heldout, head, checkpoints.folder / "heldout_argmax.npy")
     draft = Eagle3Draft.for_target(shape, contract, settings.draft_vocab_size, weights.embed_tokens())
-    initialise(draft, vocab_map, settings.seed, shape, weights if settings.init_from_target else None, states["train"])
+    start = weights if settings.init_from_target else None
+    initialise(draft, vocab_map, settings.seed, shape, start, train.first_states)
     draft.to(device)
     trainer = Trainer(
         draft,
-        RestrictedHead(target_head, vocab_map),
+        RestrictedHead(head, vocab_map),
         vocab_map,
-        data["train"],
-        data["heldout"],
+        batches,
+        DraftData(heldout, argmax, settings.batch_tokens, device),
         settings,
         params.serve.num_steps,
         checkpoints,
     )
+    sizes = {"train": (known.samples, known.tokens), "heldout": (len(heldout), int(heldout.tokens.sum()))}
     facts = {
         split: {
-            "samples": len(split_states),
-            "tokens": int(split_states.tokens.sum()),
+            "samples": samples,
+            "tokens": tokens,
             "supervised_tokens": int(counts[split].sum()),
             "vocabulary_coverage": round(shares[split], 6),
         }
-        for split, split_states in states.items()
+        for split, (samples, tokens) in sizes.items()
     }
     return trainer, {"draft_vocab_size": settings.draft_vocab_size, "contract": contract.model_dump(), **facts}
 
@@ -97,14 +99,12 @@ def write_result(trainer: Trainer, folder: Path, facts: dict) -> dict:
     return {**summary, "heldout": best["heldout"], "data": facts, "curve": trainer.curve}
 
 
-def _key(params: Params, states: dict[str, HiddenStates]) -> str:
+def _key(params: Params, contract: Contract, train: list[str], heldout: HiddenStates) -> str:
     return sha256_json(
         {
             "train_draft": params.train_draft.model_dump(),
             "num_steps": params.serve.num_steps,
-            "contract": states["train"].contract.model_dump(),
-            "shards": {
-                split: [shard["checksum"] for shard in split_states.shards] for split, split_states in states.items()
-            },
+            "contract": contract.model_dump(),
+            "shards": {"train": train, "heldout": [shard["checksum"] for shard in heldout.shards]},
         }
     )

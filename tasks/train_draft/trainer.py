@@ -13,6 +13,7 @@ from tasks.train_draft.acceptance import Acceptance, measure
 from tasks.train_draft.checkpoints import Checkpoints
 from tasks.train_draft.data import Batch, BatchStream, DraftData
 from tasks.train_draft.loss import ttt_losses, weighted_loss
+from tasks.train_draft.ring import RingStream
 from tasks.train_draft.target_head import RestrictedHead
 
 
@@ -41,7 +42,7 @@ class Trainer:
         draft: Eagle3Draft,
         head: RestrictedHead,
         vocab_map: VocabMap,
-        train: DraftData,
+        batches: BatchStream | RingStream,
         heldout: DraftData,
         params: TrainDraft,
         num_steps: int,
@@ -58,7 +59,7 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             draft.parameters(), lr=params.learning_rate, weight_decay=params.weight_decay, fused=True
         )
-        self.batches = BatchStream(train, params.seed, params.data_workers)
+        self.batches = batches
         self.step = 0
         self.curve: list[dict] = []
         if state := checkpoints.newest(vocab_map.inputs_sha256):

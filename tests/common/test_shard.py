@@ -283,3 +283,14 @@ def test_a_norm_beyond_float32_is_a_number_and_no_missing_value():
     assert rows.nonfinite.tolist() == [0, 0]
     aux[0, 0, 0] = float("inf")
     assert StoredRows.of(aux, last, "float32").nonfinite.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("storage_dtype", TYPES)
+def test_what_is_taken_at_once_changes_nothing(monkeypatch, storage_dtype):
+    [sample] = make_samples([97])
+    whole = rows_of(sample, storage_dtype)
+    monkeypatch.setattr("tasks.common.storage._CACHED_VALUES", 7 * 3 * 16)
+    pieces = rows_of(sample, storage_dtype)
+    for name, tensor in {**whole.stored(), "norms": whole.norms, "max_abs": whole.max_abs}.items():
+        other = pieces.stored().get(name, getattr(pieces, name))
+        assert torch.equal(tensor.float(), other.float()), name

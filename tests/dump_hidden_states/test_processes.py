@@ -16,6 +16,7 @@ from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.responses import RESPONSES, Response
 from tasks.common.target import load_model
 from tasks.dump_hidden_states.dump import dump
+from tests.flows.processes import until
 
 # Children start from what is loaded here; a parent's threads do not live on in them, so they compute with one.
 FORK = multiprocessing.get_context("fork")
@@ -93,8 +94,7 @@ def test_killed_at_twenty_random_moments_it_ends_with_the_same_bytes(params, uni
 def test_a_shard_that_was_being_written_is_written_again(params, uninterrupted):
     process = start(params)
     partial = HIDDEN_STATES / "train" / ".shard-00003.safetensors.partial"
-    while process.is_alive() and not partial.exists() and "shard-00003" not in shards():
-        pass
+    until(lambda: partial.exists() or "shard-00003" in shards() or not process.is_alive(), every=0.0005)
     process.kill()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -125,10 +125,10 @@ def test_ranks_that_run_at_once_close_the_split_once_and_whole(params, uninterru
 
 def test_a_rank_that_died_is_run_again_alone(params, uninterrupted):
     running = [start(params, rank, 2) for rank in range(2)]
-    while len(shards()) < 3:
-        pass
+    until(lambda: len(shards()) >= 3, every=0.0005)
     running[1].kill()
     running[1].join()
+    assert running[1].exitcode == -signal.SIGKILL  # it was not through yet
     finish(running[0])
     finish(start(params, rank=1, ranks=2))
     assert files() == uninterrupted

@@ -45,12 +45,12 @@ def processes_in(root: Path, name: str = "") -> list[psutil.Process]:
     return [process for process in found if name in ("", process.name())]
 
 
-def until(condition: Callable[[], Any], seconds: float = _PATIENCE_SECONDS) -> Any:
+def until(condition: Callable[[], Any], seconds: float = _PATIENCE_SECONDS, every: float = 0.2) -> Any:
     """Wait for a true value and return it."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"waited for {seconds} s"
-        time.sleep(0.2)
+        time.sleep(every)
     return value
 
 

@@ -12,6 +12,7 @@ from tasks.common.params import ContractParams
 from tasks.common.target import TargetShape, load_config, target_contract
 from tasks.common.target_weights import TargetWeights
 from tasks.common.vocab_map import VocabMap
+from tasks.train_draft.induction import training_states
 from tasks.train_draft.initialise import initialise
 from tests.stored import write_split
 
@@ -78,14 +79,14 @@ def sharded_folder(tmp_path, tiny_model_folder):
 def test_no_parameter_stays_unset(shape, tiny_model_folder, states):
     for weights in (None, TargetWeights(tiny_model_folder)):
         draft = new_draft(shape, weights)
-        initialise(draft, VOCAB_MAP, 0, shape, weights, states)
+        initialise(draft, VOCAB_MAP, 0, shape, weights, lambda: training_states(states))
         assert all(parameter.isfinite().all() for parameter in draft.parameters())
 
 
 def test_head_rows_are_the_targets_rows_of_the_draft_vocabulary(shape, tiny_model_folder, states):
     weights, target = TargetWeights(tiny_model_folder), load_file(tiny_model_folder / "model.safetensors")
     draft = new_draft(shape, weights)
-    initialise(draft, VOCAB_MAP, 0, shape, weights, states)
+    initialise(draft, VOCAB_MAP, 0, shape, weights, lambda: training_states(states))
     assert torch.equal(draft.lm_head.weight, target["lm_head.weight"][3:103:2])
     assert torch.equal(draft.midlayer.mlp.up_proj.weight, target["model.layers.7.mlp.up_proj.weight"])
 
@@ -94,7 +95,7 @@ def test_fc_starts_by_choosing_the_last_slot(shape, tiny_model_folder, states):
     """But for the directions that carry the code of the token: at most a quarter."""
     weights = TargetWeights(tiny_model_folder)
     draft, aux = new_draft(shape, weights), torch.randn(500, 3 * 64, generator=torch.Generator().manual_seed(0))
-    initialise(draft, VOCAB_MAP, 0, shape, weights, states)
+    initialise(draft, VOCAB_MAP, 0, shape, weights, lambda: training_states(states))
     aux[:, :64] = 0
     chosen = draft.fc(aux) * aux[:, 128:]
     assert 0.7 < chosen.sum() / aux[:, 128:].pow(2).sum() < 0.9
@@ -110,7 +111,7 @@ def test_attention_starts_by_copying_what_followed_the_last_time(
     shares = []
     for start in (None, weights):
         draft = new_draft(shape, weights)
-        initialise(draft, VOCAB_MAP, 0, shape, start, states)
+        initialise(draft, VOCAB_MAP, 0, shape, start, lambda: training_states(states))
         shares.append(share_copied(draft, samples, weights.lm_head()))
     from_random, from_target = shares
     assert from_random < 0.05
@@ -122,5 +123,5 @@ def test_a_tied_and_a_sharded_target_can_be_read(shape, tmp_path, tiny_model_fol
     folder, head = layout(tmp_path, tiny_model_folder)
     weights = TargetWeights(folder)
     draft = new_draft(shape, weights)
-    initialise(draft, VOCAB_MAP, 0, shape, weights, states)
+    initialise(draft, VOCAB_MAP, 0, shape, weights, lambda: training_states(states))
     assert torch.equal(draft.lm_head.weight, head[3:103:2])

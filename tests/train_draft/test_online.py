@@ -1,0 +1,158 @@
+"""Training beside the dump: the states come and go, and the draft learns from every one of them."""
+
+import multiprocessing
+
+import pytest
+import torch
+
+from tasks.common.errors import DraftlineError
+from tasks.common.files import ARTIFACTS, write_jsonl
+from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
+from tasks.common.planned_shards import plan_shards
+from tasks.common.responses import RESPONSES, Response
+from tasks.common.target import TargetShape, load_config, load_model, model_folder, target_contract
+from tasks.common.target_weights import TargetWeights
+from tasks.dump_hidden_states.dump import dump
+from tasks.train_draft.data import DraftData
+from tasks.train_draft.online import RingSource
+from tasks.train_draft.prepare import prepare_training, write_result
+from tasks.train_draft.target_head import TargetHead, cache_target_argmax
+from tests.flows.processes import until
+
+DRAFT, TRAIN = ARTIFACTS / "draft", HIDDEN_STATES / "train"
+SETTINGS = {
+    "draft_vocab_size": 200,
+    "max_steps": 8,
+    "batch_tokens": 32,
+    "warmup_steps": 2,
+    "checkpoint_every": 4,
+    "evaluate_every": 4,
+}
+
+
+@pytest.fixture
+def make_params(project, tiny_params):
+    """Settings with a ring of so many shards; None: all states stay."""
+    torch.manual_seed(0)
+    for split, count in (("train", 12), ("heldout", 3)):
+        rows = [
+            Response(
+                f"{split}-{n}",
+                "chat",
+                [],
+                torch.randint(3, 60, (5 + n,)).tolist(),
+                torch.randint(3, 60, (9,)).tolist(),
+                "",
+                "stop",
+            )
+            for n in range(count)
+        ]
+        write_jsonl(RESPONSES / f"{split}.jsonl", (row.to_row() for row in rows))
+    load_model(tiny_params().target)  # imports, once for the child
+
+    def make(ahead_shards: int | None):
+        dump_settings = {"shard_tokens": 40, "ahead_shards": ahead_shards}
+        return tiny_params(dump=dump_settings, train_draft=SETTINGS, gates={"replay_samples": 1})
+
+    return make
+
+
+@pytest.fixture
+def dumping(make_params):
+    """A dump in a process of its own, with room for two shards."""
+
+    def run() -> None:
+        torch.set_num_threads(1)
+        dump(make_params(2))
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    until((HIDDEN_STATES / "heldout" / "manifest.json").exists)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_a_draft_is_trained_while_its_states_come_and_go(make_params, dumping):
+    params, largest, seen = make_params(2), 0, []
+    trainer, facts = prepare_training(params, DRAFT, RingSource)
+    read = trainer._one_step
+
+    def one_step(batch):
+        nonlocal largest
+        largest = max(largest, len(list(TRAIN.glob("shard-*.safetensors"))))
+        seen.extend(batch.samples.sample_ids)
+        return read(batch)
+
+    trainer._one_step = one_step
+    assert [step.step for step in trainer.steps()] == list(range(1, 9))
+    report = write_result(trainer, DRAFT, facts)
+    assert seen == sorted(set(seen), key=seen.index)  # none of them twice
+    assert len(seen) >= 8
+    assert largest <= 2
+    assert facts["train"]["samples"] == 12
+    assert report["predicted_accept_length"] >= 1
+    assert (DRAFT / "draft.safetensors").exists()
+
+
+def test_the_vocabulary_and_the_sizes_are_those_of_a_dump_that_stays(make_params):
+    """The one counts in the answers, the other in the states."""
+    dump(make_params(None))
+    _, kept = prepare_training(make_params(None), DRAFT)
+    whole = (DRAFT / "vocab_map.safetensors").read_bytes()
+    dump(make_params(99))
+    _, known = prepare_training(make_params(99), DRAFT, RingSource)
+    assert known == kept
+    assert (DRAFT / "vocab_map.safetensors").read_bytes() == whole
+
+
+def test_an_epoch_of_the_ring_is_every_sample_once_with_the_targets_of_the_cache(make_params, tmp_path):
+    params = make_params(99)
+    dump(make_params(None))
+    weights, shape = TargetWeights(model_folder(params.target)), TargetShape.of(load_config())
+    head = TargetHead(weights, shape, True, "cpu")
+    states = HiddenStates(TRAIN)
+    data = DraftData(states, cache_target_argmax(states, head, tmp_path / "argmax.npy"), 64, "cpu")
+    cached = {name: data.read([index]) for index, name in enumerate(states.ids)}
+    dump(params)  # online: nothing is left to compute
+    source, seen = RingSource(params), []
+    for batch in source.batches(head, tmp_path):
+        for name, (start, end) in zip(batch.samples.sample_ids, batch.samples.bounds, strict=True):
+            assert torch.equal(batch.target_argmax[start:end], cached[name].target_argmax)
+            assert torch.equal(batch.samples.aux[start:end], cached[name].samples.aux)
+            seen.append(name)
+        if len(seen) == len(cached):
+            break
+    assert sorted(seen) == sorted(cached)
+    freed = len(list(TRAIN.glob("shard-*.freed")))
+    plans = len(list(plan_shards("train", params, target_contract(params.contract))))
+    assert freed == plans - 1  # the last one is freed when the next is asked for
+
+
+def test_a_second_epoch_waits_for_another_dump(make_params, capsys, tmp_path):
+    params = make_params(99)
+    dump(params)
+    source = RingSource(params)
+    head = TargetHead(TargetWeights(model_folder(params.target)), TargetShape.of(load_config()), True, "cpu")
+    batches = iter(source.batches(head, tmp_path))
+    seen: list[str] = []
+    while len(seen) < 12:
+        seen += next(batches).samples.sample_ids
+    source._stream._check = lambda folder, plan: None
+    # The dump that is started again once the epoch is over.
+    real = source._stream._plans
+
+    def dump_again():
+        dump(params)
+        return real()
+
+    source._stream._plans = dump_again
+    again = list(next(batches).samples.sample_ids)
+    assert set(again) <= set(seen)
+    assert source._stream.epoch == 1
+    assert "waiting for epoch 1: start the dump again" in capsys.readouterr().out
+
+
+def test_training_on_states_that_come_and_go_needs_the_other_command(make_params):
+    with pytest.raises(DraftlineError, match=r"python -m tasks\.train_draft\.online"):
+        prepare_training(make_params(2), DRAFT)
