@@ -55,7 +55,7 @@ class SplitPlan:
     def leftovers(self) -> Iterator[Path]:
         """Files of shards that this plan does not have, or has otherwise, or that a writer left half."""
         for path in self.folder.glob("*shard-*"):
-            name = path.name.lstrip(".").partition(".")[0]
+            name = _shard_of(path)
             if name not in self.shards or name in self.missing or (path.suffix == ".freed" and not self.online):
                 yield path
 
@@ -128,7 +128,7 @@ def _clear(plan: SplitPlan) -> None:
     """Remove what an earlier plan left, but for what other ranks may be writing; no result stands beside partial work."""
     plan.folder.mkdir(parents=True, exist_ok=True)
     for path in plan.leftovers():
-        name = path.name.lstrip(".").partition(".")[0]
+        name = _shard_of(path)
         if name in plan.own or name not in plan.shards:
             path.unlink(missing_ok=True)
     if plan.online or plan.own & plan.missing:
@@ -187,6 +187,11 @@ def _require_room(plans: list[SplitPlan], token_bytes: int, params: Params) -> N
 def _at_once(plan: SplitPlan, tokens: int, params: Params) -> int:
     """How many of so many tokens have their states on the disk at once."""
     return min(tokens, params.dump.ahead_shards * plan.largest) if plan.online else tokens
+
+
+def _shard_of(path: Path) -> str:
+    """'shard-00003' of 'shard-00003.freed' and of '.shard-00003.safetensors.partial'."""
+    return path.name.lstrip(".").partition(".")[0]
 
 
 def _size(path: Path) -> int:

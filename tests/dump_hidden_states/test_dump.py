@@ -261,7 +261,7 @@ def test_shards_of_another_plan_are_gone_before_new_ones_are_written(params, tin
 def test_a_full_disk_takes_over_what_is_there_and_makes_room_of_what_is_left_over(params, monkeypatch):
     """Once all old files counted as room at once, so half a dump passed that could not end."""
     write_responses(6)
-    total = dump(params)["train"]["bytes"]
+    dump(params)
     monkeypatch.setattr(dump_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 0}))
     (HIDDEN_STATES / "train" / "shard-00001.json").unlink()
     dump(params)  # its own remains make room for it
@@ -272,7 +272,6 @@ def test_a_full_disk_takes_over_what_is_there_and_makes_room_of_what_is_left_ove
     assert {p: kept[p] for p in kept if p.exists()} == {
         p: p.read_bytes() for p in HIDDEN_STATES.rglob("*") if p.is_file()
     }
-    assert total
 
 
 def test_a_target_that_is_spread_by_a_device_map_gives_the_same_states(
