@@ -67,6 +67,8 @@ def _draft_path(line: CommandLine, subject: Subject, want: Expectation) -> Check
         return want.error("no --speculative-draft-model-path.", f"Add --speculative-draft-model-path {folder}.")
     if Path(path).exists() and Path(path).resolve() != folder.resolve():
         return want.warning(f"{path} is another folder than --draft {folder}.", "Examine the draft that is served.")
+    if not Path(path).exists():
+        return want.not_applicable(f"{path} is not here; that it is --draft {folder} cannot be seen")
     if subject.draft.form == "speculators":
         return want.error(
             f"{path} is in speculators form: SGLang does not read transformer_layer_config.",

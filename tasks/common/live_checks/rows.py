@@ -57,7 +57,9 @@ def check_width(
 def check_rows(answers: Sequence[Answer], info: dict[str, Any]) -> Check:
     """H1: a token without a row shifts every row behind it."""
     want = Expectation(
-        "H1 rows", "a row for each token of prompt and answer", "Rows that are left out shift all that is compared."
+        "H1 rows",
+        "a finite row for each token of prompt and answer",
+        "Rows that are left out shift all that is compared.",
     )
     if not returns_states(info):
         return want.not_applicable("it returns no states")
@@ -73,6 +75,12 @@ def check_rows(answers: Sequence[Answer], info: dict[str, Any]) -> Check:
                 f"{answer.prompt.id}: {rows} rows for {tokens} tokens: its prefill was cut into chunks, of which the last "
                 f"alone returns rows (chunked_prefill_size {info.get('chunked_prefill_size')})",
                 "Start it with --chunked-prefill-size -1, or ask it while nobody else does.",
+            )
+        finite = answer.states.isfinite().all(dim=1)
+        if not bool(finite.all()):
+            return want.error(
+                f"{answer.prompt.id}: {int((~finite).sum())} of {tokens} rows hold NaN or Inf, token {int(finite.int().argmin())} first",
+                "Serve in bfloat16 or float32 where float16 overflows; else look for the request in the server's log.",
             )
     return want.ok(f"{sum(len(answer.token_ids) for answer in answers)} rows")
 
