@@ -30,7 +30,7 @@ def check_architecture(subject: Subject) -> Check:
         problems.append(f"architectures is {config['architectures']}, expected ['{ARCHITECTURE}'].")
     if config["model_type"] != "llama":
         problems.append(f"model_type is {config['model_type']!r}, expected 'llama'.")
-        fix = "Train a draft of Llama's layer: SGLang's EAGLE-3 class has no other."
+        fix = f"Train a draft of Llama's layer, which SGLang's class {ARCHITECTURE} builds whatever model_type says."
     to_serve = {
         "SGLang/EAGLE": "SGLang serves it as it is",
         "SpecForge": "SGLang renames its tensors on loading and serves it as it is",
