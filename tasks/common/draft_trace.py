@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.common.draft_form import ARCHITECTURE
 from tasks.common.errors import DraftlineError
 from tasks.common.server_plan import Setting, flag
 
 _CANDIDATES = 5
-_MODULE = "tasks.common.draft_trace"
-_DRAFT_CLASS = "LlamaForCausalLMEagle3"
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class DraftTrace:
         hook = {
             "name": "draft trace",
             "target_modules": ["*logits_processor"],
-            "hook_factory": f"{_MODULE}:write_trace",
+            "hook_factory": f"{__name__}:write_trace",
             "config": {"path": str(self.path)},
         }
         return (
@@ -121,7 +120,7 @@ def write_trace(config: dict[str, Any]) -> Callable:
 
     def hook(module, args, output) -> None:
         batch = args[3]
-        drafts = getattr(getattr(module, "config", None), "architectures", None) == [_DRAFT_CLASS]
+        drafts = getattr(getattr(module, "config", None), "architectures", None) == [ARCHITECTURE]
         verifies = not drafts and batch.forward_mode.is_target_verify()
         if not drafts and not verifies:
             return

@@ -30,7 +30,6 @@ from tasks.common.target_weights import TargetWeights
 # By the type that the server computes in: float32 differs by the order of sums alone; below it a unit roundoff is 4e-3 or
 # 5e-4, and the nearest wrong layer of a trained target is 0.2 away (infra/docs/serving.md).
 _MAX_RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.05}
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Of the free memory, for the target's weights: its states and the draft need some too.
 _MEMORY_SHARE = 0.8
 _OWN_PROMPTS = Path(sources.__file__).parent / "builtin"
@@ -42,6 +41,7 @@ class Server:
     """A server to be examined.
 
     Attributes:
+        info: its server_info.
         plan: its command line, where it is known.
         target: folder of the target, with weights or of config and tokenizer alone.
         states: a dump that the draft was trained or measured on.
@@ -78,7 +78,7 @@ def examine_server(server: Server, subject: Subject) -> LiveReport:
         gated=False,
         exact=dtype == "float32",
     )
-    return check_server(server.client, subject, expected, material)
+    return check_server(server.client, server.info, subject, expected, material)
 
 
 def _planned(server: Server, subject: Subject, weights: TargetWeights | None) -> dict[str, str]:
@@ -187,7 +187,7 @@ def _replay(model, answer: Answer, layers: tuple[int, ...] | None, recorded: boo
 def _load(weights: TargetWeights, dtype: str):
     """The target in transformers, or why it cannot be run here."""
     try:
-        needed, free = weights.num_parameters() * _BYTES[dtype], available_memory()
+        needed, free = weights.num_parameters() * getattr(torch, dtype).itemsize, available_memory()
         if needed > _MEMORY_SHARE * free:
             return None, (
                 f"{weights.folder}: {needed / 1e9:.0f} GB of weights in {dtype}, {free / 1e9:.0f} GB of memory are free: it "

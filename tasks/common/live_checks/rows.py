@@ -5,9 +5,9 @@ from typing import Any
 
 from tasks.common.check import Check, Expectation
 from tasks.common.draft_checks.subject import Subject
-from tasks.common.draft_tensors import num_aux_states
+from tasks.common.draft_tensors import aux_size, num_aux_states
 from tasks.common.live_checks.interview import Answer
-from tasks.common.live_checks.slots import Reference
+from tasks.common.live_checks.slots import Reference, answer_of
 
 
 def returns_states(info: dict[str, Any]) -> bool:
@@ -15,16 +15,11 @@ def returns_states(info: dict[str, Any]) -> bool:
     return bool(info.get("enable_return_hidden_states")) and info.get("return_hidden_states_mode", "full") == "full"
 
 
-def aux_size(subject: Subject) -> int:
-    """Width of one aux state that the draft reads."""
-    return subject.draft.config.get("target_hidden_size") or subject.draft.config["hidden_size"]
-
-
 def check_width(
     answers: Sequence[Answer], subject: Subject, references: Sequence[Reference], info: dict[str, Any]
 ) -> Check:
     """C1: n_aux * H, what the draft's fc reads."""
-    slots, seen = num_aux_states(subject.draft.config), aux_size(subject)
+    slots, seen = num_aux_states(subject.draft.config), aux_size(subject.draft.config)
     want = Expectation(
         "C1 width",
         f"rows of {slots} x {seen} = {slots * seen}",
@@ -88,7 +83,7 @@ def check_rows(answers: Sequence[Answer], info: dict[str, Any]) -> Check:
 def name_slots(answers: Sequence[Answer], references: Sequence[Reference], seen: int) -> str:
     """'slot 0: the output of layer 2 (...), slot 1: ...' of the first answer that a reference has; '' where unknown."""
     for reference in references:
-        states = next(answer.states for answer in answers if answer.prompt.id == reference.prompt)
+        states = answer_of(answers, reference).states
         if states is not None and len(states) and states.shape[1] % seen == 0:
             tokens = min(len(states), len(reference.input_ids))
             slots = states[:tokens].unflatten(1, (-1, seen)).unbind(1)

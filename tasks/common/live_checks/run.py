@@ -8,7 +8,7 @@ from safetensors import SafetensorError
 
 from tasks.common.check import Check, Expectation
 from tasks.common.draft_checks.subject import Subject
-from tasks.common.draft_tensors import num_aux_states
+from tasks.common.draft_tensors import aux_size, num_aux_states
 from tasks.common.draft_trace import DraftTrace
 from tasks.common.errors import DraftlineError
 from tasks.common.live_checks.accepted import Prediction, check_acceptance, check_speculation
@@ -17,8 +17,8 @@ from tasks.common.live_checks.interview import MAX_ANSWER_TOKENS, Answer, Prompt
 from tasks.common.live_checks.layer_fix import is_recorded, layer_fix, trained_layers
 from tasks.common.live_checks.rounds import WANT as WANT_ROUNDS
 from tasks.common.live_checks.rounds import Decode, OwnDraft, check_rounds
-from tasks.common.live_checks.rows import aux_size, check_rows, check_width, name_slots, returns_states
-from tasks.common.live_checks.slots import WHY, Reference, SlotParity, check_slots, common_tokens, compare
+from tasks.common.live_checks.rows import check_rows, check_width, name_slots, returns_states
+from tasks.common.live_checks.slots import WHY, Reference, SlotParity, answer_of, check_slots, common_tokens, compare
 from tasks.common.live_checks.unrecorded import check_unrecorded_layers
 from tasks.common.served_draft import load_served_draft
 from tasks.common.sglang_client import SGLangClient
@@ -72,13 +72,18 @@ class LiveReport:
     parity: list[SlotParity] = field(default_factory=list)
 
 
-def check_server(client: SGLangClient, subject: Subject, expected: Expected, material: Material) -> LiveReport:
+def check_server(
+    client: SGLangClient, info: dict[str, Any], subject: Subject, expected: Expected, material: Material
+) -> LiveReport:
     """Interview a server and judge it.
+
+    Args:
+        info: its server_info.
 
     Raises:
         DraftlineError: it does not answer, or refuses what is asked.
     """
-    info, listener = client.server_info(), Listener.of(client.url)
+    listener = Listener.of(client.url)
     num_steps = info.get("speculative_num_steps") or 0
     room = _room(info, num_steps)
     answers = interview(
@@ -156,12 +161,12 @@ def _check_slots(
     if not references:
         return [want.not_applicable(missing)], []
     if layers is None:
-        named = name_slots(answers, references, aux_size(subject))
+        named = name_slots(answers, references, aux_size(subject.draft.config))
         return [want.not_applicable(f"{named}; nothing records what the draft was trained on")], []
     if len(layers) != slots:
         text = f"the server feeds {slots} states, {said_by} says {len(layers)}: outputs {list(layers)}"
         return [want.error(text, layer_fix(subject, layers, True)([None]))], []
-    parity = [row for reference in references for row in compare(_answer_of(answers, reference), reference, layers)]
+    parity = [row for reference in references for row in compare(answer_of(answers, reference), reference, layers)]
     folder = str(subject.draft.files.folder)
     examined = listener.same_place(info.get("speculative_draft_model_path"), folder) is not False
     fix = layer_fix(subject, layers, examined)
@@ -211,15 +216,11 @@ def _predict(
     for source in dict.fromkeys(reference.source for reference in references):
         walked, rounds = [], []
         for reference in references:
-            answer = _answer_of(answers, reference)
+            answer = answer_of(answers, reference)
             tokens = len(answer.token_ids)
             if reference.source == source and reference.aux is not None and common_tokens(answer, reference) == tokens:
                 walked.append(answer)
-                rounds += [one.correct for one in own.rounds(answer, reference.aux[:tokens].flatten(1))]
+                rounds += own.correct(answer, reference.aux)
         if rounds:
             return Prediction(source, walked, rounds), ""
     return None, missing or "the reference holds other answers than the server gives"
-
-
-def _answer_of(answers: Sequence[Answer], reference: Reference) -> Answer:
-    return next(answer for answer in answers if answer.prompt.id == reference.prompt)

@@ -92,6 +92,11 @@ def named_states(model, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     return all_states(model, input_ids[:_NAMED_TOKENS])
 
 
+def answer_of(answers: Sequence[Answer], reference: Reference) -> Answer:
+    """The answer whose states a reference has."""
+    return next(answer for answer in answers if answer.prompt.id == reference.prompt)
+
+
 def common_tokens(answer: Answer, reference: Reference) -> int:
     """Tokens of an answer, prompt included, that a reference has too."""
     pairs = enumerate(zip(answer.token_ids, reference.input_ids.tolist(), strict=False))

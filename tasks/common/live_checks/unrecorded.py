@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from tasks.common.check import Check, Expectation
 from tasks.common.live_checks.interview import Answer
 from tasks.common.live_checks.rounds import OwnDraft
-from tasks.common.live_checks.slots import WHY, Reference
+from tasks.common.live_checks.slots import WHY, Reference, answer_of
 
 SHIFTS = (-1, 1)
 # Two lists of layers are told apart by no less: more drafts right, as a share and in number, of a draft that works at all.
@@ -52,6 +52,5 @@ def _correct(own: OwnDraft, answers: Sequence[Answer], references: Sequence[Refe
     for reference in references:
         aux = reference.aux if shift == 0 else reference.shifted.get(shift)
         if aux is not None:
-            answer = next(answer for answer in answers if answer.prompt.id == reference.prompt)
-            rounds += [one.correct for one in own.rounds(answer, aux[: len(answer.token_ids)].flatten(1))]
+            rounds += own.correct(answer_of(answers, reference), aux)
     return rounds
