@@ -200,25 +200,30 @@ class HiddenStates:
         Raises:
             DraftlineError: the shard cannot be parsed or is shorter than its offsets say; names both.
         """
+        return Sample(sample_id, *self._read(shard, index, sample_id, ("input_ids", "loss_mask", "aux", "last")))
+
+    def read_tokens(self, index: int) -> tuple["torch.Tensor", "torch.Tensor"]:
+        """Token ids and loss mask of sample `index`, without its states: int32 [T] and uint8 [T].
+
+        Raises:
+            DraftlineError: as `read_from_shard`.
+        """
+        row = self.samples[index]
+        input_ids, loss_mask = self._read(row.shard, row.index, row.id, ("input_ids", "loss_mask"))
+        return input_ids, loss_mask
+
+    def _read(self, shard: str, index: int, sample_id: str, fields: tuple[str, ...]) -> list["torch.Tensor"]:
         from safetensors import SafetensorError
 
         path = self.folder / f"{shard}.safetensors"
         try:
             file = self._open(path)
             start, end = file.get_slice("sample_offsets")[index : index + 2].tolist()
-            fields = {field: file.get_slice(field)[start:end] for field in ("input_ids", "loss_mask", "aux", "last")}
+            return [file.get_slice(field)[start:end] for field in fields]
         except (SafetensorError, OSError, ValueError) as error:
             raise DraftlineError(
                 f"{path}: cannot be read (sample {sample_id}): {error}. Delete the shard and run `dvc repro`: only it is dumped again."
             ) from None
-        return Sample(id=sample_id, **fields)
-
-    def read_tokens(self, index: int) -> tuple["torch.Tensor", "torch.Tensor"]:
-        """Token ids and loss mask of sample `index`, without its states: int32 [T] and uint8 [T]."""
-        row = self.samples[index]
-        file = self._open(self.folder / f"{row.shard}.safetensors")
-        start, end = file.get_slice("sample_offsets")[row.index : row.index + 2].tolist()
-        return file.get_slice("input_ids")[start:end], file.get_slice("loss_mask")[start:end]
 
     def _open(self, path: Path):
         from safetensors import safe_open
