@@ -14,6 +14,11 @@ def num_aux_states(config: dict[str, Any]) -> int:
     return len(ids) if isinstance(ids, list) and ids else 3
 
 
+def aux_size(config: dict[str, Any]) -> int:
+    """H_t, the width of one aux state that the draft reads: the target's hidden size where it is another than the draft's."""
+    return config.get("target_hidden_size") or config["hidden_size"]
+
+
 def eagle_of(config: dict[str, Any]) -> dict[str, Any]:
     """eagle_config, empty where it is none."""
     eagle = config.get("eagle_config")
@@ -38,7 +43,7 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     d2t [D] and t2d [V] where D < V; embed_tokens [V, H] where H_t != H, since the target's cannot be shared then.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
-    seen = config.get("target_hidden_size") or hidden
+    seen = aux_size(config)
     head_dim = config.get("head_dim") or hidden // heads
     queries, keys = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
     inner, vocab, draft_vocab = config["intermediate_size"], config["vocab_size"], config["draft_vocab_size"]

@@ -7,15 +7,16 @@ outside CUDA graphs. One request at a time: rounds are told apart by their order
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tasks.common.draft_form import ARCHITECTURE
+from tasks.common.errors import DraftlineError
 from tasks.common.server_plan import Setting, flag
 
 _CANDIDATES = 5
-_MODULE = "tasks.common.draft_trace"
-_DRAFT_CLASS = "LlamaForCausalLMEagle3"
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,17 @@ class DraftTrace:
         """
         Args:
             target_ids: target id of each draft id.
+
+        Raises:
+            DraftlineError: the file cannot be written.
         """
         self.path = path.resolve()
         self._target_ids = target_ids
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.unlink(missing_ok=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise DraftlineError(f"{self.path}: cannot be written: {error.strerror}.") from None
 
     @property
     def flags(self) -> tuple[Setting, ...]:
@@ -52,7 +59,7 @@ class DraftTrace:
         hook = {
             "name": "draft trace",
             "target_modules": ["*logits_processor"],
-            "hook_factory": f"{_MODULE}:write_trace",
+            "hook_factory": f"{__name__}:write_trace",
             "config": {"path": str(self.path)},
         }
         return (
@@ -72,12 +79,16 @@ class DraftTrace:
         return self.path.stat().st_size if self.path.exists() else 0
 
     def rounds_since(self, mark: int) -> list[TracedRound] | None:
-        """Rounds written since a mark, in order; None where the hook wrote nothing at all."""
+        """Rounds written since a mark, in order; None where the hook could not write them."""
         if not self.path.exists():
             return None
         with self.path.open("rb") as file:
             file.seek(mark)
-            records = [json.loads(line) for line in file.read().splitlines()]
+            lines = file.read().splitlines()
+        try:
+            records = [json.loads(line) for line in lines]
+        except ValueError:  # cut short on a full disk
+            return None
         rounds: list[TracedRound] = []
         candidates: dict[int, list[list[int]]] = {}
         for record in records:
@@ -109,7 +120,7 @@ def write_trace(config: dict[str, Any]) -> Callable:
 
     def hook(module, args, output) -> None:
         batch = args[3]
-        drafts = getattr(getattr(module, "config", None), "architectures", None) == [_DRAFT_CLASS]
+        drafts = getattr(getattr(module, "config", None), "architectures", None) == [ARCHITECTURE]
         verifies = not drafts and batch.forward_mode.is_target_verify()
         if not drafts and not verifies:
             return
@@ -120,7 +131,9 @@ def write_trace(config: dict[str, Any]) -> Callable:
             "positions": batch.positions.tolist(),
             "candidates": best,
         }
-        file.write(json.dumps(record) + "\n")
-        file.flush()
+        # A full disk must not end the server: without a trace there is still the count of each round.
+        with suppress(OSError):
+            file.write(json.dumps(record) + "\n")
+            file.flush()
 
     return hook

@@ -4,7 +4,14 @@ import torch
 
 from tasks.common.draft import DraftConfig, Eagle3Draft
 from tasks.common.draft_form import Draft, rope_of
-from tasks.common.draft_tensors import expected_shapes, has_fc_norm, has_input_norm, num_aux_states, vocab_map_problems
+from tasks.common.draft_tensors import (
+    aux_size,
+    expected_shapes,
+    has_fc_norm,
+    has_input_norm,
+    num_aux_states,
+    vocab_map_problems,
+)
 from tasks.common.errors import DraftlineError
 from tasks.common.target_weights import TargetWeights
 from tasks.common.vocab_map import VocabMap
@@ -61,7 +68,7 @@ def _config(config: dict) -> DraftConfig:
 def _embedding(draft: Draft, target: TargetWeights) -> torch.Tensor:
     """The server shares the target's embedding, [V, H], unless the draft's hidden size is another."""
     config = draft.config
-    if (config.get("target_hidden_size") or config["hidden_size"]) != config["hidden_size"]:
+    if aux_size(config) != config["hidden_size"]:
         return draft.read("embed_tokens.weight").float()
     return target.embed_tokens()
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from tasks.common import gpu
 from tasks.common.check import require_no_errors
@@ -90,8 +91,7 @@ class Server(SGLangClient):
             )
         self._gpu_before = self._gpu_memory()
         self._launched_at = time.monotonic()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log, signals_held():
+        with self._open_log() as log, signals_held():
             self._process = subprocess.Popen(
                 self.plan.command(self.weight_version),
                 stdin=subprocess.DEVNULL,
@@ -101,6 +101,13 @@ class Server(SGLangClient):
                 start_new_session=True,
             )
             self._write_record()
+
+    def _open_log(self) -> BinaryIO:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return self.log.open("wb")
+        except OSError as error:
+            raise DraftlineError(f"{self.log}: cannot be written: {error.strerror}.") from None
 
     def wait_until_ready(self) -> None:
         """Wait for health, saying how far the start is; then prove that it is this server that answers.

@@ -178,7 +178,8 @@ def describe_process(pid: int | None) -> str:
     if pid is None:
         return "a process that this user cannot see"
     words = command_line(pid)
-    return f"pid {pid} ({' '.join(words)[:200]})" if words else f"pid {pid}"
+    line = " ".join(words)
+    return f"pid {pid} ({line if len(line) <= 200 else line[:199] + '…'})" if words else f"pid {pid}"
 
 
 def command_line(pid: int) -> list[str]:

@@ -1,5 +1,6 @@
 """What is asked of a running SGLang server over HTTP, and its answers, typed, in the spellings of 0.5.16 and 0.5.23."""
 
+import re
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 # An answer may take long; SGLang's own watchdog ends a server that hangs well before this.
-_ANSWER_TIMEOUT_S = 3600
+_CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S, _INFO_TIMEOUT_S = 10, 3600, 60
 _CONNECTIONS = 256
 
 
@@ -64,11 +65,21 @@ class Completion:
 class SGLangClient:
     """Talks to one server; may be shared by threads."""
 
-    def __init__(self, url: str):
+    def __init__(self, url: str, answer_timeout_s: float = _ANSWER_TIMEOUT_S):
+        """
+        Args:
+            answer_timeout_s: without a byte, after which a request is given up.
+
+        Raises:
+            DraftlineError: the URL has no scheme.
+        """
         import requests
         from requests.adapters import HTTPAdapter
 
-        self.url = url.rstrip("/")
+        if not url.strip().lower().startswith(("http://", "https://")):
+            raise DraftlineError(f"{url!r} is no URL of a server: write http://127.0.0.1:30000, say.")
+        self.url = url.strip().rstrip("/")
+        self._answer_timeout_s = answer_timeout_s
         self._http = requests.Session()
         self._http.trust_env = False  # a proxy of the environment has no business on loopback
         self._http.mount("http://", HTTPAdapter(pool_connections=1, pool_maxsize=_CONNECTIONS))
@@ -97,7 +108,12 @@ class SGLangClient:
             body["extra_key"] = cache_key
         started = time.perf_counter()
         answer = self._ask("POST", "/generate", json=body)
-        completion = Completion.of(answer, time.perf_counter() - started)
+        try:
+            completion = Completion.of(answer, time.perf_counter() - started)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise DraftlineError(
+                f"{self.url}/generate: no answer of an SGLang server from 0.5.16 on: {type(error).__name__} {error} in it."
+            ) from None
         if completion.finish_reason == "abort":
             raise DraftlineError(f"{self.url}: the request was aborted: {answer['meta_info']['finish_reason']}")
         return completion
@@ -124,9 +140,33 @@ class SGLangClient:
         """Empty the prefix cache; no request may be in flight."""
         self._ask("POST", "/flush_cache")
 
+    def require_vocabulary(self, largest_id: int) -> None:
+        """Refuse to ask for a token that the target does not have: SGLang would look it up, and die of it.
+
+        Raises:
+            DraftlineError: the server's vocabulary ends before this id.
+        """
+        sampling = {"temperature": 0, "max_new_tokens": 1, "logit_bias": {str(largest_id): 0.0}}
+        try:
+            self.generate([0], sampling)
+        except DraftlineError as error:
+            if "logit_bias" not in str(error):
+                raise
+            raise DraftlineError(
+                f"{self.url}: token id {largest_id} is to be asked, and the server's vocabulary ends before it: draft, dump or "
+                f"tokenizer are of another target than the one that is served."
+            ) from None
+
     def server_info(self) -> dict[str, Any]:
-        """The arguments that the server resolved, and its state."""
-        return self._ask("GET", "/server_info")
+        """The arguments that the server resolved, and its state.
+
+        Raises:
+            DraftlineError: it is no SGLang server.
+        """
+        info = self._ask("GET", "/server_info", timeout_s=_INFO_TIMEOUT_S)
+        if not isinstance(info, dict) or "model_path" not in info:
+            raise DraftlineError(f"{self.url}/server_info: no SGLang server: it answers {str(info)[:80]!r}.")
+        return info
 
     def is_healthy(self) -> bool:
         """Whether the server answers /health, which makes it generate a token."""
@@ -137,23 +177,41 @@ class SGLangClient:
         except requests.RequestException:
             return False
 
-    def _ask(self, method: str, path: str, **kwargs: Any) -> Any:
+    def _ask(self, method: str, path: str, timeout_s: float | None = None, **kwargs: Any) -> Any:
         import requests
 
+        timeout = (_CONNECT_TIMEOUT_S, timeout_s or self._answer_timeout_s)
         try:
-            response = self._http.request(method, self.url + path, timeout=_ANSWER_TIMEOUT_S, **kwargs)
-        except requests.RequestException as error:
-            raise DraftlineError(f"{self.url}{path}: no answer: {error}{self._diagnosis()}") from None
+            response = self._http.request(method, self.url + path, timeout=timeout, **kwargs)
+            is_json = "json" in response.headers.get("content-type", "")
+            answer = response.json() if response.ok and is_json else response.text
+        except requests.ConnectionError as error:
+            raise DraftlineError(f"{self.url}{path}: no answer: {_cause(error)}{self._diagnosis()}") from None
+        except requests.Timeout:
+            raise DraftlineError(
+                f"{self.url}{path}: no answer within {timeout[1]:.0f} s: the server hangs, or is stopped.{self._diagnosis()}"
+            ) from None
+        except (requests.RequestException, ValueError, RecursionError) as error:
+            raise DraftlineError(
+                f"{self.url}{path}: no answer of an SGLang server: {error}{self._diagnosis()}"
+            ) from None
         if not response.ok:
             diagnosis = self._diagnosis() if response.status_code >= 500 else ""
             raise DraftlineError(
-                f"{self.url}{path}: refused with {response.status_code}: {response.text[:500]}{diagnosis}"
+                f"{self.url}{path}: refused with {response.status_code}: {ascii(response.text[:500])[1:-1]}{diagnosis}"
             )
-        return response.json() if "json" in response.headers.get("content-type", "") else response.text
+        return answer
 
     def _diagnosis(self) -> str:
         """What else is known when the server does not answer; a server of our own knows its log."""
         return ""
+
+
+def _cause(error: Exception) -> str:
+    """'Connection refused' out of the layers that requests puts around it."""
+    text = str(error)
+    found = re.search(r"\[Errno -?\d+\] ([^'\")]+)", text)
+    return f"{found[1]}; does a server run there?" if found else text
 
 
 def _either(meta: dict[str, Any], name: str, old_name: str, default: Any) -> Any:
@@ -172,4 +230,7 @@ def _rows(hidden_states: list) -> "np.ndarray":
             rows.extend(part)
         else:
             rows.append(part)
-    return np.asarray(rows, dtype=np.float32)
+    states = np.asarray(rows, dtype=np.float32)
+    if states.ndim != 2:
+        raise ValueError(f"hidden states of {states.ndim} dimensions")
+    return states

@@ -20,11 +20,20 @@ def exit_on_signals() -> None:
             signal.signal(number, lambda received, _: sys.exit(128 + received))
 
 
+def _refuse_arguments(main: Callable) -> None:
+    """A stage takes none: what it does stands in params.yaml, and a slip must not start hours of work."""
+    if sys.argv[1:]:
+        asked = sys.argv[1:] in (["--help"], ["-h"])
+        print(sys.modules[main.__module__].__doc__, file=sys.stdout if asked else sys.stderr)
+        sys.exit(0 if asked else f"unknown arguments: {' '.join(sys.argv[1:])}")
+
+
 def run_stage(name: str, main: Callable[[Params, Tracker], None]) -> None:
     """Run `main(params, tracker)` as the stage `name`, then exit the process on failure.
 
     SIGTERM and SIGHUP raise SystemExit, so that context managers stop servers and close files.
     """
+    _refuse_arguments(main)
     exit_on_signals()
     # OpenMP reads it when torch is loaded. Idle threads that spin cost a busy machine several times the work itself.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

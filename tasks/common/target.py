@@ -77,11 +77,16 @@ def load_config(folder: Path = TARGET):
     return AutoConfig.from_pretrained(folder, trust_remote_code=_trusts_own_code(folder))
 
 
-def load_tokenizer(folder: Path = TARGET):
-    """`AutoTokenizer` of a prepared target, chat template included."""
+def load_tokenizer(folder: Path = TARGET, trust_remote_code: bool | None = None):
+    """`AutoTokenizer` of a prepared target, chat template included.
+
+    Args:
+        trust_remote_code: None takes what `prepare_target` recorded; anybody else's folder is not to decide it.
+    """
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=_trusts_own_code(folder))
+    trusted = _trusts_own_code(folder) if trust_remote_code is None else trust_remote_code
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
 
 
 def _trusts_own_code(folder: Path) -> bool:

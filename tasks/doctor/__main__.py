@@ -3,7 +3,6 @@
     python -m tasks.doctor --draft artifacts/export --target artifacts/target
     python -m tasks.doctor --draft DIR --plan "python -m sglang.launch_server --model-path M --speculative-algorithm EAGLE3 ..."
     python -m tasks.doctor --draft DIR --target DIR --fix REPAIRED
-
     python -m tasks.doctor --draft DIR --target DIR --server http://127.0.0.1:30000
 
 Reads SGLang/EAGLE, SpecForge and speculators checkpoints, .safetensors or .bin; no GPU, no server is started, and but for
@@ -11,21 +10,52 @@ Reads SGLang/EAGLE, SpecForge and speculators checkpoints, .safetensors or .bin;
 """
 
 import argparse
+import io
 import json
+import os
 import sys
+import traceback
 from pathlib import Path
 
 from tasks.common.check import Check, worst
+from tasks.common.draft_checks.subject import Subject
 from tasks.common.errors import DraftlineError
-from tasks.common.sglang_versions import NEWEST
+from tasks.common.sglang_versions import NEWEST, number
 from tasks.doctor.examine import Request, examine, examine_copy
 
-OK, ERRORS, COULD_NOT_RUN = 0, 1, 2
+OK, ERRORS, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Examine, repair where asked, print; the exit code."""
     options = _parser().parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character shows its code
+    try:
+        return _examine(options)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:  # whoever reads has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return COULD_NOT_RUN
+    except DraftlineError as error:
+        return _could_not_run(options, str(error))
+    except Exception as error:  # files and servers are anybody's: what nobody has thought of is no verdict either
+        traceback.print_exc()
+        return _could_not_run(
+            options, f"{type(error).__name__}: {error}. This is a fault of the doctor; please report it."
+        )
+
+
+def _could_not_run(options: argparse.Namespace, problem: str) -> int:
+    if options.json:
+        print(json.dumps({"verdict": "could not run", "problem": problem}))
+    print(f"doctor could not run:\n{problem}", file=sys.stderr)
+    return COULD_NOT_RUN
+
+
+def _examine(options: argparse.Namespace) -> int:
     request = Request(
         draft=options.draft,
         target=options.target,
@@ -34,29 +64,19 @@ def main(arguments: list[str] | None = None) -> int:
         plan=options.plan,
         server=options.server,
     )
-    try:
-        subject, checks = examine(request)
-        repairs: list[str] = []
-        if options.fix:
-            from tasks.doctor.repair import repair
+    subject, checks = examine(request)
+    repairs: list[str] = []
+    if options.fix:
+        from tasks.doctor.repair import repair
 
-            repairs = repair(subject, options.fix)
-            if repairs:
-                checks = examine_copy(request, options.fix)
-    except DraftlineError as error:
-        if options.json:
-            print(json.dumps({"verdict": "could not run", "problem": str(error)}))
-        print(f"doctor could not run:\n{error}", file=sys.stderr)
-        return COULD_NOT_RUN
+        repairs = repair(subject, options.fix)
+        if repairs:
+            checks = examine_copy(request, options.fix)
     code = ERRORS if any(check.verdict == "error" for check in checks) else OK
     if options.json:
-        print(
-            json.dumps(
-                _report(subject.draft.form, subject.version, options, checks, repairs), indent=2, ensure_ascii=False
-            )
-        )
+        print(json.dumps(_report(subject, options, checks, repairs), indent=2))
     else:
-        _print(subject.draft.form, subject.version, options, checks, repairs)
+        _print(subject, options, checks, repairs)
     return code
 
 
@@ -77,31 +97,41 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _report(form: str, version: str, options: argparse.Namespace, checks: list[Check], repairs: list[str]) -> dict:
+def _report(subject: Subject, options: argparse.Namespace, checks: list[Check], repairs: list[str]) -> dict:
     return {
         "verdict": worst(checks),
         "draft": str(options.draft),
-        "form": form,
-        "sglang": version,
+        "form": subject.draft.form,
+        "sglang": subject.version,
         "repaired": {"folder": str(options.fix), "changes": repairs} if repairs else None,
         "checks": [check.model_dump() for check in checks],
     }
 
 
-def _print(form: str, version: str, options: argparse.Namespace, checks: list[Check], repairs: list[str]) -> None:
+def _print(subject: Subject, options: argparse.Namespace, checks: list[Check], repairs: list[str]) -> None:
     from tasks.common.check_table import print_checks
     from tasks.common.console import console
 
     terminal = console()
-    terminal.print(f"{options.draft}: {form} form, for SGLang {version}", markup=False)
+    read_as = "" if number(subject.version) <= number(NEWEST) else f", read as {NEWEST}, the newest that is known"
+    terminal.print(f"{options.draft}: {subject.draft.form} form, for SGLang {subject.version}{read_as}", markup=False)
     if options.fix:
-        for change in repairs or ["nothing that can be repaired without guessing; no copy was written"]:
+        broken = worst(checks) != "ok"
+        nothing = "nothing that can be repaired without guessing" if broken else "nothing to repair"
+        for change in repairs or [f"{nothing}; no copy was written"]:
             terminal.print(f"  {change}", markup=False, soft_wrap=True)
         if repairs:
             terminal.print(f"examined again: {options.fix}", markup=False)
     print_checks(checks, terminal)
-    counts = {verdict: sum(check.verdict == verdict for check in checks) for verdict in ("error", "warning", "ok")}
-    terminal.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    for verdict, name in (
+        ("error", "errors"),
+        ("warning", "warnings"),
+        ("ok", "ok"),
+        ("not applicable", "not checked"),
+    ):
+        found = [check.id for check in checks if check.verdict == verdict]
+        listed = "" if verdict == "ok" or not found else f" ({', '.join(found)})"
+        terminal.print(f"{name}: {len(found)}{listed}", markup=False)
 
 
 if __name__ == "__main__":

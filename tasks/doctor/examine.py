@@ -14,7 +14,7 @@ from tasks.common.draft_checks.plan import check_plan
 from tasks.common.draft_checks.run import check_draft_files
 from tasks.common.draft_checks.subject import Subject, read_target
 from tasks.common.draft_files import CONFIG, DraftFiles, read_object
-from tasks.common.draft_form import Draft
+from tasks.common.draft_form import Draft, canonical_name
 from tasks.common.errors import DraftlineError
 from tasks.common.sglang_client import SGLangClient
 from tasks.common.sglang_versions import NEWEST, engine_of
@@ -28,6 +28,8 @@ from tasks.doctor.states import (
 )
 
 RECORD = "draftline.json"
+# For 48 tokens; a server that takes longer hangs, or is asked by many others.
+_ANSWER_TIMEOUT_S = 300.0
 # EAGLE-3 classes of SGLang whose layer is not Llama's: latent attention has other tensors.
 _OTHER_CLASSES = ("Eagle3DeepseekV2ForCausalLM",)
 
@@ -57,20 +59,26 @@ def examine(request: Request) -> tuple[Subject, list[Check]]:
     Raises:
         DraftlineError: something that was named cannot be read at all; the doctor could not run.
     """
-    shape, target_config = read_target(request.target) if request.target else (None, None)
-    states = open_states(request.hidden_states) if request.hidden_states else None
-    client = SGLangClient(request.server) if request.server else None
+    for folder in (request.draft, request.target):
+        if folder is not None and not folder.exists():
+            raise DraftlineError(
+                f"{folder}: no such folder. The doctor reads local folders: `hf download` fetches a hub's."
+            )
+    files = DraftFiles.open(request.draft)
+    _require_draft(files)
+    shape, target_config = read_target(request.target) if request.target is not None else (None, None)
+    states = open_states(request.hidden_states) if request.hidden_states is not None else None
+    client = SGLangClient(request.server, _ANSWER_TIMEOUT_S) if request.server is not None else None
     info = client.server_info() if client else {}
-    planned = CommandLine.parse(request.plan) if request.plan else None
+    planned = CommandLine.parse(request.plan) if request.plan is not None else None
     line = planned or (resolved_line(info) if info else None)
     recorded = _recorded(request.draft)
     contract, contract_from = (None, "")
-    if states:
+    if states is not None:
         contract, contract_from = states.contract, str(states.folder / "manifest.json")
     elif recorded:
         contract, contract_from = recorded, str(request.draft / RECORD)
     architecture = shape.architecture if shape else contract.architecture if contract else None
-    files = DraftFiles.open(request.draft)
     if files.config.get("architectures") in [[name] for name in _OTHER_CLASSES]:
         raise DraftlineError(
             f"{request.draft / CONFIG}: architectures is {files.config['architectures']}; the doctor knows drafts with "
@@ -91,19 +99,33 @@ def examine(request: Request) -> tuple[Subject, list[Check]]:
         return subject, checks
     checks += [check_lost_keys(subject, load=request.server is not None), check_target_weights(request.target)]
     identity = _identity(request.target, contract)
-    checks.append(check_record(subject, recorded.model_dump(mode="json") if recorded and states else None, identity))
-    if states:
+    checks.append(
+        check_record(subject, recorded.model_dump(mode="json") if recorded and states is not None else None, identity)
+    )
+    if states is not None:
         checks += [check_last_norm(states, request.target), check_map_source(subject, states)]
         checks.append(check_coverage(subject, states))
     if line:
         # What a running server returns is looked at itself (H1 rows); its flags need not promise it.
-        checks += [check for check in check_plan(line, subject) if planned or check.id != "H1 hidden states"]
+        checks += [check for check in check_plan(line, subject) if client is None or check.id != "H1 hidden states"]
     if client:
         from tasks.doctor.live import Server, examine_server
 
-        heldout = open_states(request.hidden_states, "heldout") if request.hidden_states else None
+        heldout = open_states(request.hidden_states, "heldout") if states is not None else None
+        if heldout is not None:
+            heldout.contract.require_same(states.contract, str(heldout.folder), str(states.folder))
         checks += examine_server(Server(client, info, planned, request.target, heldout), subject).checks
     return subject, checks
+
+
+def _require_draft(files: DraftFiles) -> None:
+    """A slip that would be explained key by key: a whole model in the place of a draft."""
+    names = {canonical_name(name) for name in files.headers}
+    if "fc.weight" not in names and any(name.startswith("layers.1.") for name in names):
+        raise DraftlineError(
+            f"{files.folder}: a whole model of {files.config.get('num_hidden_layers')} layers without fc, no EAGLE-3 draft. "
+            f"Give the draft's folder to --draft, and this one to --target."
+        )
 
 
 def examine_copy(request: Request, folder: Path) -> list[Check]:

@@ -14,13 +14,13 @@ from tasks.collect_prompts import sources
 from tasks.common.command_line import CommandLine
 from tasks.common.draft_checks.plan import served_dtype
 from tasks.common.draft_checks.subject import Subject
-from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import HiddenStates
 from tasks.common.live_checks.dumped import dumped_prompts, dumped_references
 from tasks.common.live_checks.interview import MAX_PROMPT_TOKENS, NUM_PROMPTS, Answer, Prompt
-from tasks.common.live_checks.layer_fix import trained_layers
+from tasks.common.live_checks.layer_fix import is_recorded, trained_layers
 from tasks.common.live_checks.run import Expected, LiveReport, Material, check_server
 from tasks.common.live_checks.slots import Reference, named_states
+from tasks.common.live_checks.unrecorded import SHIFTS
 from tasks.common.memory import available_memory
 from tasks.common.parity import layer_outputs
 from tasks.common.sglang_client import SGLangClient
@@ -30,7 +30,6 @@ from tasks.common.target_weights import TargetWeights
 # By the type that the server computes in: float32 differs by the order of sums alone; below it a unit roundoff is 4e-3 or
 # 5e-4, and the nearest wrong layer of a trained target is 0.2 away (infra/docs/serving.md).
 _MAX_RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.05}
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 # Of the free memory, for the target's weights: its states and the draft need some too.
 _MEMORY_SHARE = 0.8
 _OWN_PROMPTS = Path(sources.__file__).parent / "builtin"
@@ -42,6 +41,7 @@ class Server:
     """A server to be examined.
 
     Attributes:
+        info: its server_info.
         plan: its command line, where it is known.
         target: folder of the target, with weights or of config and tokenizer alone.
         states: a dump that the draft was trained or measured on.
@@ -72,18 +72,18 @@ def examine_server(server: Server, subject: Subject) -> LiveReport:
     )
     expected = Expected(
         served=_planned(server, subject, weights),
+        planned=server.plan is not None,
         nonce=server.plan.value("--weight-version") if server.plan else None,
         max_relative_error=_MAX_RELATIVE_ERROR[dtype],
         gated=False,
         exact=dtype == "float32",
     )
-    return check_server(server.client, subject, expected, material)
+    return check_server(server.client, server.info, subject, expected, material)
 
 
 def _planned(server: Server, subject: Subject, weights: TargetWeights | None) -> dict[str, str]:
     """What makes it this server and no other: the plan's own words, or what was named beside it."""
     planned = {
-        "speculative_algorithm": "EAGLE3",
         "speculative_draft_model_path": str(subject.draft.files.folder),
         **({"model_path": str(weights.folder)} if weights else {}),
     }
@@ -99,7 +99,7 @@ def _weights(target: Path | None) -> tuple[TargetWeights | None, str]:
         return None, "there is nothing to compare with (--target with weights, or --hidden-states)"
     try:
         return TargetWeights(target), ""
-    except (DraftlineError, OSError, ValueError, KeyError) as error:
+    except Exception as error:  # anybody's folder: whatever is wrong with it, every other check stands
         return None, f"the target's weights are not in {target} ({str(error).splitlines()[0]})"
 
 
@@ -108,16 +108,19 @@ def _tokenizer(target: Path | None):
     if target is None or not any((target / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         return None
     try:
-        return load_tokenizer(target)
-    except (OSError, ValueError, KeyError, ImportError):
+        return load_tokenizer(target, trust_remote_code=False)
+    except Exception:  # anybody's files; without them the prompts are random tokens
         return None
 
 
 def _prompts(server: Server, subject: Subject, tokenizer) -> list[Prompt]:
     """Held-out ones: the dump's, else Draftline's own, of every domain in turn; else random tokens."""
-    if server.states:
+    if server.states is not None:
         return dumped_prompts(server.states)
-    own = _own_prompts(tokenizer) if tokenizer and tokenizer.chat_template else []
+    try:
+        own = _own_prompts(tokenizer) if tokenizer and tokenizer.chat_template else []
+    except Exception:  # a template may raise anything
+        own = []
     vocab, generator = subject.draft.config["vocab_size"], torch.Generator().manual_seed(0)
     random = torch.randint(vocab, (NUM_PROMPTS, _RANDOM_TOKENS), generator=generator)
     return own or [Prompt(f"random-{number}", row.tolist()) for number, row in enumerate(random)]
@@ -140,24 +143,51 @@ def _references(
 
     def references(answers: Sequence[Answer]) -> tuple[list[Reference], str]:
         model, problem = _load(weights, dtype) if weights else (None, no_weights)
-        replayed = [_replay(model, answer, trained_layers(subject)[0]) for answer in answers] if model else []
+        layers = trained_layers(subject)[0]
+        if model is not None and not _fits(model, answers, layers):
+            model, problem = (
+                None,
+                f"{weights.folder}: it has other sizes than what the server was asked: another target",
+            )
+        replayed = (
+            [_replay(model, answer, layers, is_recorded(subject)) for answer in answers] if model is not None else []
+        )
         named = {reference.prompt: reference.states for reference in replayed}
-        dumped = dumped_references(server.states, answers, named) if server.states else []
+        dumped = dumped_references(server.states, answers, named) if server.states is not None else []
         return [*dumped, *replayed], problem
 
     return references
 
 
-def _replay(model, answer: Answer, layers: tuple[int, ...] | None) -> Reference:
+def _fits(model, answers: Sequence[Answer], layers: tuple[int, ...] | None) -> bool:
+    """Whether it has the layers, and all tokens that the server was asked and gave."""
+    config = model.config.get_text_config()
+    largest = max(token for answer in answers for token in answer.token_ids)
+    return largest < config.vocab_size and max(layers or (0,)) < config.num_hidden_layers
+
+
+def _replay(model, answer: Answer, layers: tuple[int, ...] | None, recorded: bool) -> Reference:
     ids = torch.tensor(answer.token_ids)
-    aux = torch.stack(layer_outputs(model, ids, layers), dim=1) if layers else None
-    return Reference("transformers", answer.prompt.id, ids, aux, named_states(model, ids))
+
+    def outputs(of: tuple[int, ...]) -> torch.Tensor:
+        return torch.stack(layer_outputs(model, ids, of), dim=1)
+
+    num_layers = model.config.get_text_config().num_hidden_layers
+    beside = {shift: tuple(layer + shift for layer in layers) for shift in SHIFTS} if layers and not recorded else {}
+    return Reference(
+        source="transformers",
+        prompt=answer.prompt.id,
+        input_ids=ids,
+        aux=outputs(layers) if layers else None,
+        states=named_states(model, ids),
+        shifted={shift: outputs(of) for shift, of in beside.items() if of[0] >= 0 and of[-1] < num_layers},
+    )
 
 
 def _load(weights: TargetWeights, dtype: str):
     """The target in transformers, or why it cannot be run here."""
     try:
-        needed, free = weights.num_parameters() * _BYTES[dtype], available_memory()
+        needed, free = weights.num_parameters() * getattr(torch, dtype).itemsize, available_memory()
         if needed > _MEMORY_SHARE * free:
             return None, (
                 f"{weights.folder}: {needed / 1e9:.0f} GB of weights in {dtype}, {free / 1e9:.0f} GB of memory are free: it "

@@ -38,7 +38,8 @@ def main(params: Params, tracker: Tracker) -> None:
     proof = Proof.of(params, plan, states)
     show_plan(proof.plan)
     with Server(proof.plan) as server:
-        found = check_server(server, proof.subject, proof.expected(server.weight_version), proof.material)
+        expected = proof.expected(server.weight_version)
+        found = check_server(server, server.server_info(), proof.subject, expected, proof.material)
     print_checks(found.checks, console())
     tracker.log_metrics({f"parity_relative_error/slot{row.slot}": row.agreement.relative_error for row in found.parity})
     require_no_errors(found.checks)

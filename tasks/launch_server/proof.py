@@ -1,7 +1,7 @@
 """What the launched server is held against: the run's own export, target and dump."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -50,7 +50,7 @@ class Proof:
 
         draft = Draft.of(DraftFiles.open(EXPORT), states.contract.architecture)
         trace = DraftTrace(LOGS / "draft_trace.jsonl", served_vocab_map(draft).target_ids.tolist())
-        traced = replace(plan, flags=(*plan.flags, *trace.flags), environment=(*plan.environment, *trace.environment))
+        traced = plan.adding(trace.flags, trace.environment)
         material = Material(
             prompts, references, TargetWeights(model_folder(params.target)), load_tokenizer().decode, trace
         )
@@ -72,6 +72,7 @@ class Proof:
                 "speculative_draft_model_path": str(plan.draft),
                 "dtype": plan.dtype,
             },
+            planned=True,
             nonce=nonce,
             max_relative_error=self.params.gates.max_relative_error,
             gated=True,

@@ -57,11 +57,14 @@ def test_benchmark_reports_what_a_team_decides_on(chain):
     assert {p.name for p in chain.path("reports/plots").glob("*.png")} >= {"survival.png", "throughput.png"}
 
 
-def test_server_fed_the_draft_the_states_that_it_was_trained_on(chain):
-    parity = read(chain, "reports/launch_server.json")["parity"]
+def test_server_fed_the_draft_the_states_that_it_was_trained_on_and_drafted_what_was_exported(chain):
+    report = read(chain, "reports/launch_server.json")
+    parity, checks = report["parity"], report["checks"]
     assert parity["limit"] == Params().gates.max_relative_error
     for slot in parity["slots"]:
-        assert slot["relative_error_below"] <= 1e-3 < slot["wrong_reading"]["relative_error"]
+        assert slot["relative_error_below"] <= 1e-3 < slot["next_best"]["relative_error"]
+        assert checks[f"C3 slot {slot['slot']} (the dump)"] == "ok"
+    assert checks["W3 served draft"] == checks["S4 speculation"] == checks["S4 acceptance"] == "ok"
 
 
 def test_summary_names_what_was_reached(chain):
@@ -184,7 +187,8 @@ def test_eagle_is_refused_before_any_server_starts(chain):
         chain.set(serve={"speculative_algorithm": "EAGLE"})
         result = chain.dvc("repro", "--single-item", "launch_server")
     assert result.returncode != 0
-    assert "speculative_algorithm is EAGLE" in result.stdout and "fc is never called" in result.stdout
+    assert "EAGLE for an EAGLE-3 draft: fc is never called" in result.stdout
+    assert "serve.speculative_algorithm" in result.stdout
     assert written(chain) == before
 
 

@@ -1,11 +1,18 @@
 """The command: exit codes, JSON for machines, a table for people."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from tasks.doctor.__main__ import main
 from tests.doctor.checkpoints import sglang_draft
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -31,7 +38,7 @@ def broken():
 def test_a_correct_draft_exits_0(doctor):
     code, out, err = doctor(sglang_draft())
     assert (code, err) == (0, "")
-    assert "0 error, 0 warning" in out
+    assert "errors: 0" in out and "warnings: 0" in out
 
 
 def test_an_error_exits_1_and_says_what_to_do(doctor, broken):
@@ -43,7 +50,32 @@ def test_an_error_exits_1_and_says_what_to_do(doctor, broken):
 
 def test_what_cannot_be_read_exits_2(doctor, tmp_path, capsys):
     assert main(["--draft", str(tmp_path / "nowhere")]) == 2
-    assert "nowhere/config.json: not there" in capsys.readouterr().err
+    assert "nowhere: no such folder" in capsys.readouterr().err
+
+
+def test_a_whole_model_in_the_place_of_a_draft_is_told_so(doctor, tmp_path, capsys):
+    draft = sglang_draft()
+    draft.tensors = {f"model.layers.{n}.mlp.up_proj.weight": torch.ones(4) for n in range(3)}
+    draft.config["num_hidden_layers"] = 3
+    code, _, err = doctor(draft)
+    assert code == 2
+    assert "a whole model of 3 layers without fc, no EAGLE-3 draft" in err
+
+
+def test_whoever_reads_half_of_it_sees_no_traceback(doctor, tmp_path):
+    folder = sglang_draft().write(tmp_path / "draft")
+    command = f"{sys.executable} -m tasks.doctor --draft {folder} --json | head -c 10"
+    ran = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert ran.stdout == '{\n  "verdi'
+    assert "Traceback" not in ran.stderr
+
+
+def test_a_terminal_of_another_encoding_is_no_verdict(tmp_path):
+    folder = sglang_draft().write(tmp_path / "é")
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    for flags in ([], ["--json"]):
+        command = [sys.executable, "-m", "tasks.doctor", "--draft", str(folder), *flags]
+        assert subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, timeout=120).returncode == 0
 
 
 def test_a_draft_with_another_layer_than_llamas_is_not_judged(doctor):

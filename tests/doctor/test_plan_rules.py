@@ -29,6 +29,14 @@ def judged(examined, tmp_path):
     return judge
 
 
+def test_a_context_beyond_the_draft_is_named(judged):
+    draft = sglang_draft()
+    draft.config["max_position_embeddings"] = 1024
+    check = judged("--context-length 2048", draft=draft)["W5 positions"]
+    assert check.verdict == "error"
+    assert "served is --context-length 2048" in check.found
+
+
 def test_a_correct_line_passes(judged):
     assert not_fine(judged()) == {}
 
@@ -79,7 +87,7 @@ FAULTS = {
     "cache on": ("H1 hidden states", "error", "--enable-return-hidden-states", "", "states would be missing"),
     "hooks in graphs": ("H1 hidden states", "error", "--forward-hooks [] --disable-radix-cache", "", "states would be missing"),
     "a file of flags": ("plan", "warning", "--config x.yaml", "", "not read here"),
-    "context beyond the draft": ("W5 positions", "error", "--context-length 8192", "", "served is --context-length 8192"),
+    "context beyond the target": ("W5 positions", "error", "--context-length 8192", "", "is beyond the target's own 4096 positions"),
 }  # fmt: skip
 
 
@@ -153,5 +161,5 @@ def test_what_starts_no_server_could_not_be_checked(line):
 
 
 def test_a_release_before_the_table_is_no_verdict_on_the_draft(judged):
-    with pytest.raises(DraftlineError, match=r"SGLang 0\.5\.2: older than"):
+    with pytest.raises(DraftlineError, match=r"SGLang 0\.5\.2: no release that is known here"):
         judged(version="0.5.2")

@@ -7,6 +7,7 @@ from safetensors.torch import save_file
 from tasks.common.draft_checks.subject import Subject
 from tasks.common.draft_files import DraftFiles
 from tasks.common.draft_form import Draft
+from tasks.common.errors import DraftlineError
 from tasks.common.files import write_json
 from tasks.common.hidden_states import Sample
 from tasks.doctor.states import check_map_source, check_target_weights, open_states
@@ -179,3 +180,16 @@ def test_states_of_another_run_than_the_drafts_are_named(examined, dump):
     check = examined(sglang_draft(), hidden_states=dump(tokenizer_sha256="9" * 64))["H7 record"]
     assert check.verdict == "error"
     assert "tokenizer_sha256" in check.found
+
+
+@pytest.mark.parametrize("damage", ["cut short", "gone"])
+def test_a_shard_that_cannot_be_read_is_named_by_whatever_reads_it(dump, damage):
+    states = open_states(dump())
+    shard = states.folder / "shard-00000.safetensors"
+    if damage == "gone":
+        shard.unlink()
+    else:
+        shard.write_bytes(shard.read_bytes()[:-100])
+    for read in (lambda: states.read_tokens(0), lambda: states.read(0)):
+        with pytest.raises(DraftlineError, match=r"shard-00000\.safetensors: cannot be read \(sample s\)"):
+            read()

@@ -1,6 +1,8 @@
 """`python -m tasks.launch_server --print`: the line that people run, or what must be made first."""
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,8 @@ import yaml
 from tasks.common.target import target_contract
 from tasks.launch_server.__main__ import print_plan
 from tests.random_draft import write_random_draft
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -38,3 +42,13 @@ def test_what_is_not_made_yet_is_named(exported, absent, said):
     shutil.rmtree(absent)
     with pytest.raises(SystemExit, match=said):
         print_plan()
+
+
+@pytest.mark.parametrize(("word", "code"), [("--prnt", 1), ("--help", 0)])
+def test_a_slip_starts_no_stage(word, code):
+    ran = subprocess.run(
+        [sys.executable, "-m", "tasks.launch_server", word], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == code
+    assert "python -m tasks.launch_server --print" in ran.stdout + ran.stderr
+    assert ("unknown arguments: --prnt" in ran.stderr) == bool(code)

@@ -1,26 +1,35 @@
 """The doctor at a real SGLang server that is right in everything, and at its edges."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from tasks.common.draft_files import DraftFiles
 from tasks.common.draft_form import Draft
 from tasks.common.draft_trace import DraftTrace
+from tasks.common.errors import DraftlineError
+from tasks.common.files import read_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.live_checks.dumped import dumped_prompts
 from tasks.common.live_checks.interview import interview
 from tasks.common.live_checks.rounds import OwnDraft, check_rounds
+from tasks.common.live_checks.slots import Reference
+from tasks.common.live_checks.unrecorded import check_unrecorded_layers
+from tasks.common.parity import layer_outputs
 from tasks.common.served_draft import load_served_draft
 from tasks.common.server import Server
 from tasks.common.speculative_plan import EXPORT
+from tasks.common.target import load_model
 from tasks.common.target_weights import TargetWeights
 from tasks.doctor.examine import Request, examine
 from tests.doctor.checkpoints import not_fine
 from tests.live_checks.conftest import doctor, line_of
+from tests.tiny_run import AUX
 
 STEPS = 3
 
@@ -34,8 +43,7 @@ def trace(tiny_run) -> DraftTrace:
 @pytest.fixture(scope="module")
 def server(tiny_run, trace) -> Server:
     plan = tiny_run.plan
-    traced = replace(plan, flags=(*plan.flags, *trace.flags), environment=(*plan.environment, *trace.environment))
-    with Server(traced) as server:
+    with Server(plan.adding(trace.flags, trace.environment)) as server:
         yield server
 
 
@@ -145,6 +153,41 @@ def test_other_weights_are_found_at_the_first_round_that_differs(tiny_run, serve
 def _counts(own: OwnDraft, answer) -> list[int]:
     counts = [one.correct for one in own.rounds(answer, answer.states)]
     return [counts.count(length) for length in range(STEPS + 1)]
+
+
+def test_a_draft_of_a_larger_vocabulary_does_not_end_the_server(server, tmp_path):
+    """SGLang looks up whatever id it is asked, and dies of one that is not there."""
+    folder = shutil.copytree(EXPORT, tmp_path / "larger")
+    config = read_json(folder / "config.json")
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 128256}))
+    with pytest.raises(DraftlineError, match="of another target than the one that is served"):
+        examine(Request(folder, server=server.url))
+    assert server.is_healthy()
+
+
+@pytest.mark.parametrize(("shift", "verdict"), [(0, "ok"), (1, "warning")])
+def test_ids_that_nothing_records_are_told_by_what_the_draft_accepts(tiny_run, answers, shift, verdict):
+    """The draft was trained on AUX; its ids name those, or the layers one later."""
+    model, layers = load_model(tiny_run.params.target), tuple(layer + shift for layer in AUX)
+    references = []
+    for answer in answers:
+        ids = torch.tensor(answer.token_ids)
+        aux = {s: torch.stack(layer_outputs(model, ids, tuple(n + s for n in layers)), dim=1) for s in (-1, 0, 1)}
+        shifted = {s: states for s, states in aux.items() if s}
+        references.append(Reference("transformers", answer.prompt.id, ids, aux[0], {}, shifted=shifted))
+    check = check_unrecorded_layers(_own(tiny_run, EXPORT), answers, references, layers)
+    assert check.verdict == verdict
+    assert f" on {list(AUX)}" in check.found
+    if verdict == "warning":
+        assert f"it seems to have been trained on {list(AUX)}, one layer earlier" in check.found
+
+
+def test_where_little_is_accepted_no_layers_are_guessed(server, tmp_path):
+    folder = shutil.copytree(EXPORT, tmp_path / "unrecorded")
+    (folder / "draftline.json").unlink()
+    checks = doctor(server, draft=folder)
+    assert checks["C3 unrecorded layers"].verdict == "not applicable"
+    assert "nothing records its training" in checks["C3 slot 0 (transformers)"].expected
 
 
 def test_another_nonce_and_another_draft_than_planned_are_another_server(server, other_weights):

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from tasks.common.draft_checks.subject import Subject
+from tasks.common.errors import DraftlineError
 from tasks.common.live_checks.accepted import Prediction, check_acceptance, check_speculation
 from tasks.common.live_checks.identity import Listener, check_nonce, check_port_owner, check_serves
 from tasks.common.live_checks.interview import Answer, Prompt
 from tasks.common.live_checks.layer_fix import layer_fix
 from tasks.common.live_checks.rows import check_rows, check_width
+from tasks.common.live_checks.run import _room
 from tasks.common.live_checks.slots import Reference, check_slots, compare
 from tasks.common.parity import Match, output_name
+from tasks.common.server_session import command_line
 from tasks.common.sglang_client import Completion
 from tests.doctor.checkpoints import HIDDEN, contract_of, sglang_draft
 from tests.ports import free_port_pair
@@ -96,6 +99,23 @@ def test_rows_that_are_missing_without_a_cache_are_those_of_the_first_chunks():
     assert "cut into chunks" in check.found and "--chunked-prefill-size -1" in check.fix
 
 
+def test_rows_that_are_not_finite_are_no_layer():
+    broken = answer()
+    broken.states[3, 7] = torch.nan
+    check = check_rows([broken], STATES)
+    assert check.verdict == "error"
+    assert "1 of 5 rows hold NaN or Inf, token 3 first" in check.found
+
+
+def test_the_interview_fits_into_context_and_chunk():
+    """A prompt, 48 tokens of an answer, the tokens beyond it, and of the context what SGLang keeps for a round."""
+    assert _room({"context_length": 128, "speculative_num_draft_tokens": 6}, 5) == 128 - 48 - 5 - 2 - 6
+    assert _room({"context_length": 4096, "chunked_prefill_size": 64}, 3) == 64 - 48 - 3 - 2
+    assert _room({"chunked_prefill_size": -1}, 3) > 4096
+    with pytest.raises(DraftlineError, match=r"context_length 50 .* too small to ask anything"):
+        _room({"context_length": 50}, 3)
+
+
 @pytest.mark.parametrize(
     ("predicted", "verdict"),
     [(2.3, "ok"), (2.5, "ok"), (2.10, "ok"), (2.61, "warning"), (2.04, "warning"), (3.2, "error"), (1.7, "error")],
@@ -123,7 +143,7 @@ def test_a_server_that_never_speculated_is_no_acceptance_length_of_one():
     assert check_acceptance(silent, None, "").verdict == "error"
 
 
-HERE, ELSEWHERE = Listener(os.getpid(), True), Listener(None, False)
+HERE, ELSEWHERE = Listener(os.getpid(), True, ("python", "-m", "sglang.launch_server")), Listener(None, False)
 
 
 def test_another_server_is_told_by_its_nonce():
@@ -147,13 +167,20 @@ def test_what_the_server_resolved_is_held_against_the_plan(tmp_path):
     )
 
 
+def test_without_a_plan_nothing_is_to_be_stopped(tmp_path):
+    info = {"speculative_draft_model_path": str(tmp_path)}
+    check = check_serves(info, {"speculative_draft_model_path": "/elsewhere"}, HERE, planned=False)
+    assert check.verdict == "error"
+    assert "kill" not in check.fix and "examined /elsewhere" in check.found
+
+
 def test_a_relative_path_is_the_servers_not_ours(tmp_path, monkeypatch):
     (tmp_path / "draft").mkdir()
     there = Path.cwd()
     monkeypatch.chdir(tmp_path)
-    listener = Listener(os.getpid(), True)
-    assert listener.same_place("draft", str(tmp_path / "draft")) is True
-    assert listener.same_place("draft", str(there / "draft")) is False
+    assert HERE.same_place("draft", str(tmp_path / "draft")) is True
+    assert HERE.same_place("draft", str(there / "draft")) is False
+    assert Listener(os.getpid(), True, ("ssh", "-L")).same_place("draft", str(there / "draft")) is None
 
 
 @pytest.mark.parametrize("listener", [ELSEWHERE, Listener(None, True)])
@@ -184,7 +211,8 @@ def test_the_process_that_listens_is_held_against_what_answers(words, verdict):
     process = subprocess.Popen([sys.executable, "-c", script, *words], stdout=subprocess.PIPE)
     try:
         process.stdout.readline()
-        assert check_port_owner(Listener(process.pid, True), "today").verdict == verdict
+        listener = Listener(process.pid, True, tuple(command_line(process.pid)))
+        assert check_port_owner(listener, "today").verdict == verdict
     finally:
         process.kill()
         process.wait()

@@ -108,7 +108,10 @@ def check_tied(subject: Subject) -> Check:
 
 def check_positions(subject: Subject) -> Check:
     positions = subject.draft.config["max_position_embeddings"]
-    why = "Beyond the draft's positions nothing is accepted: the acceptance length collapses on long contexts."
+    why = (
+        "SGLang refuses to start; where SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN lets it go on, little is accepted beyond "
+        "the draft's positions."
+    )
     limit = subject.context_length or (subject.target and subject.target.max_position_embeddings)
     if limit is None:
         return Expectation("W5 positions", "what is served", why).not_applicable(
@@ -116,6 +119,11 @@ def check_positions(subject: Subject) -> Check:
         )
     served = f"--context-length {limit}" if subject.context_length else f"the target's {limit}"
     want = Expectation("W5 positions", f"at least {served}", why)
+    if subject.target and limit > subject.target.max_position_embeddings:
+        longest = subject.target.max_position_embeddings
+        return want.error(
+            f"{served} is beyond the target's own {longest} positions.", f"Set --context-length {longest}."
+        )
     if positions < limit:
         return want.error(
             f"max_position_embeddings is {positions}, served is {served}.",

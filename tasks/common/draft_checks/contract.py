@@ -8,6 +8,7 @@ from tasks.common.draft_checks.subject import Subject, verdict_of
 from tasks.common.draft_form import NORM_FLAGS
 from tasks.common.draft_tensors import (
     SAFETENSORS_TYPES,
+    aux_size,
     eagle_of,
     expected_shapes,
     has_fc_norm,
@@ -120,7 +121,7 @@ def check_layer_list(subject: Subject) -> Check:
             )
     if num_aux_states(config) != len(ids):
         problems.append(f"num_aux_hidden_states is {config['num_aux_hidden_states']}, but {len(ids)} ids are named.")
-    seen = config.get("target_hidden_size") or config["hidden_size"]
+    seen = aux_size(config)
     if "fc.weight" in draft.stored and draft.header("fc.weight").shape[-1] != len(ids) * seen:
         width = draft.header("fc.weight").shape[-1]
         problems.append(f"fc reads {width} values, {len(ids)} layers of {seen} give {len(ids) * seen}.")
@@ -279,7 +280,7 @@ def check_one_aux_layer(subject: Subject) -> Check:
         "two aux layers or more, or another width than the target's",
         "SGLang calls fc only where the widths differ: with one aux layer of the draft's width it is skipped.",
     )
-    seen, num_aux = config.get("target_hidden_size") or config["hidden_size"], num_aux_states(config)
+    seen, num_aux = aux_size(config), num_aux_states(config)
     if num_aux * seen == config["hidden_size"]:
         return want.error(
             f"eagle_config names {num_aux} aux layer of width {seen}; SGLang then skips fc silently.",

@@ -13,7 +13,7 @@ from typing import Any
 from tasks.common.check import Check, Expectation
 from tasks.common.command_line import CommandLine
 from tasks.common.draft_checks.subject import Subject, is_quantised, parts_of
-from tasks.common.draft_tensors import num_aux_states
+from tasks.common.draft_tensors import aux_size, num_aux_states
 from tasks.common.params import tree_tokens
 from tasks.common.sglang_versions import number
 
@@ -46,7 +46,7 @@ def check_plan(line: CommandLine, subject: Subject) -> list[Check]:
 
 def _algorithm(line: CommandLine, subject: Subject, want: Expectation) -> Check:
     algorithm, config = line.value("--speculative-algorithm"), subject.draft.config
-    seen = config.get("target_hidden_size") or config["hidden_size"]
+    seen = aux_size(config)
     if algorithm is None:
         return want.error("no --speculative-algorithm: no speculation at all.", "Add --speculative-algorithm EAGLE3.")
     if algorithm.upper() in ("EAGLE", "NEXTN"):
@@ -67,6 +67,8 @@ def _draft_path(line: CommandLine, subject: Subject, want: Expectation) -> Check
         return want.error("no --speculative-draft-model-path.", f"Add --speculative-draft-model-path {folder}.")
     if Path(path).exists() and Path(path).resolve() != folder.resolve():
         return want.warning(f"{path} is another folder than --draft {folder}.", "Examine the draft that is served.")
+    if not Path(path).exists():
+        return want.not_applicable(f"{path} is not here; that it is --draft {folder} cannot be seen")
     if subject.draft.form == "speculators":
         return want.error(
             f"{path} is in speculators form: SGLang does not read transformer_layer_config.",

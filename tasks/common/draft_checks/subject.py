@@ -10,7 +10,7 @@ from tasks.common.contract import Contract
 from tasks.common.draft_files import CONFIG, read_config
 from tasks.common.draft_form import Draft, rope_of
 from tasks.common.errors import DraftlineError
-from tasks.common.sglang_versions import NEWEST, Engine, engine_of
+from tasks.common.sglang_versions import ENGINES, NEWEST, Engine, engine_of
 from tasks.common.target import TargetShape
 
 # Problems of one check that are written out.
@@ -61,7 +61,9 @@ class Subject:
         """
         engine = engine_of(self.version)
         if engine is None:
-            raise DraftlineError(f"SGLang {self.version}: older than every release that the doctor knows.")
+            raise DraftlineError(
+                f"SGLang {self.version}: no release that is known here; the first is {ENGINES[0].version}."
+            )
         return engine
 
 

@@ -3,7 +3,7 @@
 from tasks.common.check import Check, Expectation
 from tasks.common.draft_checks.subject import Subject, verdict_of
 from tasks.common.draft_form import ARCHITECTURE
-from tasks.common.draft_tensors import expected_shapes, is_passed_over
+from tasks.common.draft_tensors import aux_size, expected_shapes, is_passed_over
 
 # Bits of a type's exponent; all of them set is Inf or NaN. F8_E4M3 has no Inf, and NaN where all bits but the sign are.
 _EXPONENT = {
@@ -30,7 +30,7 @@ def check_architecture(subject: Subject) -> Check:
         problems.append(f"architectures is {config['architectures']}, expected ['{ARCHITECTURE}'].")
     if config["model_type"] != "llama":
         problems.append(f"model_type is {config['model_type']!r}, expected 'llama'.")
-        fix = "Train a draft of Llama's layer: SGLang's EAGLE-3 class has no other."
+        fix = f"Train a draft of Llama's layer, which SGLang's class {ARCHITECTURE} builds whatever model_type says."
     to_serve = {
         "SGLang/EAGLE": "SGLang serves it as it is",
         "SpecForge": "SGLang renames its tensors on loading and serves it as it is",
@@ -106,7 +106,7 @@ def check_target(subject: Subject) -> Check:
     if target is None:
         return Expectation("W8 target", "the target's sizes", why).not_applicable("give --target to compare")
     want = Expectation("W8 target", f"made for H {target.hidden_size}, V {target.vocab_size}", why)
-    seen = config.get("target_hidden_size") or config["hidden_size"]
+    seen = aux_size(config)
     problems = []
     if seen != target.hidden_size:
         name = "target_hidden_size" if config.get("target_hidden_size") else "hidden_size"

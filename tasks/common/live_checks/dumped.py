@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import HiddenStates, Sample
 from tasks.common.live_checks.interview import MAX_ANSWER_TOKENS, MAX_PROMPT_TOKENS, NUM_PROMPTS, Answer, Prompt
 from tasks.common.live_checks.slots import Reference
@@ -14,9 +15,18 @@ _CANDIDATES = 8
 
 
 def dumped_prompts(states: HiddenStates) -> list[Prompt]:
-    """Prompts of a few samples from all over a split."""
+    """Prompts of a few samples from all over a split.
+
+    Raises:
+        DraftlineError: no sample has a prompt and an answer.
+    """
     prompts = [_prompt(states, index) for index in _spread(len(states), _CANDIDATES * NUM_PROMPTS)]
-    fitting = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= MAX_PROMPT_TOKENS]
+    prompts = [prompt for prompt in prompts if prompt.token_ids and prompt.answer_tokens]
+    if not prompts:
+        raise DraftlineError(
+            f"{states.folder}: no sample with a prompt and an answer: there is nothing to ask a server."
+        )
+    fitting = [prompt for prompt in prompts if len(prompt.token_ids) <= MAX_PROMPT_TOKENS]
     longer = [prompt.within(MAX_PROMPT_TOKENS) for prompt in prompts if len(prompt.token_ids) > MAX_PROMPT_TOKENS]
     return [fitting[place] for place in _spread(len(fitting), NUM_PROMPTS)] or longer[:NUM_PROMPTS]
 

@@ -6,6 +6,7 @@ verified against, beyond the answer's end.
 """
 
 import secrets
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -76,10 +77,12 @@ def interview(
         with_states: whether the server was started so that it can return states.
 
     Raises:
-        DraftlineError: the server refused, aborted or died.
+        DraftlineError: the server refused, aborted or died; or its vocabulary is smaller than the prompts'.
     """
-    answers = []
-    for prompt in prompts:
+    prompts, answers = list(prompts), []
+    client.require_vocabulary(max(token for prompt in prompts for token in prompt.token_ids))
+    for number, prompt in enumerate(prompts, 1):
+        print(f"asking prompt {number} of {len(prompts)}", file=sys.stderr, flush=True)
         mark = trace.mark() if trace else 0
         completion = client.generate(prompt.token_ids, {"temperature": 0, "max_new_tokens": prompt.answer_tokens})
         rounds = trace.rounds_since(mark) if trace else None

@@ -20,6 +20,11 @@ def trained_layers(subject: Subject) -> tuple[tuple[int, ...] | None, str]:
     return _reading(subject), "the reading of its ids, and nothing records its training,"
 
 
+def is_recorded(subject: Subject) -> bool:
+    """Whether anything but the ids themselves says which layers the draft was trained on."""
+    return bool(subject.contract or subject.draft.outputs)
+
+
 def layer_fix(subject: Subject, layers: tuple[int, ...], serves_examined: bool) -> Callable[[list[Match | None]], str]:
     """A function from what each slot holds to one sentence that says what to write.
 
@@ -32,6 +37,8 @@ def layer_fix(subject: Subject, layers: tuple[int, ...], serves_examined: bool) 
             return f"Serve {subject.draft.files.folder}: the server loaded another folder."
         written, ids = _written(subject, layers), subject.draft.layer_ids
         outputs = [output_layer(match.name) if match else None for match in slots]
+        if None in outputs and layers == _reading(subject):
+            return "The ids are right: the target or the dump is another than the served one, or the server computes otherwise."
         if None in outputs or tuple(outputs) == _reading(subject):
             return written
         if subject.num_layers and subject.num_layers >= 6 and tuple(outputs) == default_aux_layers(subject.num_layers):

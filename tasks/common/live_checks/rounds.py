@@ -86,6 +86,10 @@ class OwnDraft:
             t += accepted + 1
         return rounds
 
+    def correct(self, answer: Answer, aux: torch.Tensor) -> list[int]:
+        """Drafts right in each of those rounds, over the states of a reference, [at least T, n_aux, H]."""
+        return [one.correct for one in self.rounds(answer, aux[: len(answer.token_ids)].flatten(1))]
+
 
 def _pack(token_ids: list[int], prompt_tokens: int, aux: torch.Tensor) -> PackedSamples:
     mask = torch.arange(len(token_ids)) >= prompt_tokens

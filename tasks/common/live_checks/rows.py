@@ -5,9 +5,9 @@ from typing import Any
 
 from tasks.common.check import Check, Expectation
 from tasks.common.draft_checks.subject import Subject
-from tasks.common.draft_tensors import num_aux_states
+from tasks.common.draft_tensors import aux_size, num_aux_states
 from tasks.common.live_checks.interview import Answer
-from tasks.common.live_checks.slots import Reference
+from tasks.common.live_checks.slots import Reference, answer_of
 
 
 def returns_states(info: dict[str, Any]) -> bool:
@@ -15,16 +15,11 @@ def returns_states(info: dict[str, Any]) -> bool:
     return bool(info.get("enable_return_hidden_states")) and info.get("return_hidden_states_mode", "full") == "full"
 
 
-def aux_size(subject: Subject) -> int:
-    """Width of one aux state that the draft reads."""
-    return subject.draft.config.get("target_hidden_size") or subject.draft.config["hidden_size"]
-
-
 def check_width(
     answers: Sequence[Answer], subject: Subject, references: Sequence[Reference], info: dict[str, Any]
 ) -> Check:
     """C1: n_aux * H, what the draft's fc reads."""
-    slots, seen = num_aux_states(subject.draft.config), aux_size(subject)
+    slots, seen = num_aux_states(subject.draft.config), aux_size(subject.draft.config)
     want = Expectation(
         "C1 width",
         f"rows of {slots} x {seen} = {slots * seen}",
@@ -57,7 +52,9 @@ def check_width(
 def check_rows(answers: Sequence[Answer], info: dict[str, Any]) -> Check:
     """H1: a token without a row shifts every row behind it."""
     want = Expectation(
-        "H1 rows", "a row for each token of prompt and answer", "Rows that are left out shift all that is compared."
+        "H1 rows",
+        "a finite row for each token of prompt and answer",
+        "Rows that are left out shift all that is compared.",
     )
     if not returns_states(info):
         return want.not_applicable("it returns no states")
@@ -74,13 +71,19 @@ def check_rows(answers: Sequence[Answer], info: dict[str, Any]) -> Check:
                 f"alone returns rows (chunked_prefill_size {info.get('chunked_prefill_size')})",
                 "Start it with --chunked-prefill-size -1, or ask it while nobody else does.",
             )
+        finite = answer.states.isfinite().all(dim=1)
+        if not bool(finite.all()):
+            return want.error(
+                f"{answer.prompt.id}: {int((~finite).sum())} of {tokens} rows hold NaN or Inf, token {int(finite.int().argmin())} first",
+                "Serve in bfloat16 or float32 where float16 overflows; else look for the request in the server's log.",
+            )
     return want.ok(f"{sum(len(answer.token_ids) for answer in answers)} rows")
 
 
 def name_slots(answers: Sequence[Answer], references: Sequence[Reference], seen: int) -> str:
     """'slot 0: the output of layer 2 (...), slot 1: ...' of the first answer that a reference has; '' where unknown."""
     for reference in references:
-        states = next(answer.states for answer in answers if answer.prompt.id == reference.prompt)
+        states = answer_of(answers, reference).states
         if states is not None and len(states) and states.shape[1] % seen == 0:
             tokens = min(len(states), len(reference.input_ids))
             slots = states[:tokens].unflatten(1, (-1, seen)).unbind(1)

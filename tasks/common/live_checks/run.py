@@ -4,19 +4,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from safetensors import SafetensorError
+
 from tasks.common.check import Check, Expectation
 from tasks.common.draft_checks.subject import Subject
-from tasks.common.draft_tensors import num_aux_states
+from tasks.common.draft_tensors import aux_size, num_aux_states
 from tasks.common.draft_trace import DraftTrace
 from tasks.common.errors import DraftlineError
 from tasks.common.live_checks.accepted import Prediction, check_acceptance, check_speculation
 from tasks.common.live_checks.identity import Listener, check_nonce, check_port_owner, check_serves
 from tasks.common.live_checks.interview import MAX_ANSWER_TOKENS, Answer, Prompt, interview
-from tasks.common.live_checks.layer_fix import layer_fix, trained_layers
+from tasks.common.live_checks.layer_fix import is_recorded, layer_fix, trained_layers
 from tasks.common.live_checks.rounds import WANT as WANT_ROUNDS
 from tasks.common.live_checks.rounds import Decode, OwnDraft, check_rounds
-from tasks.common.live_checks.rows import aux_size, check_rows, check_width, name_slots, returns_states
-from tasks.common.live_checks.slots import WHY, Reference, SlotParity, check_slots, common_tokens, compare
+from tasks.common.live_checks.rows import check_rows, check_width, name_slots, returns_states
+from tasks.common.live_checks.slots import WHY, Reference, SlotParity, answer_of, check_slots, common_tokens, compare
+from tasks.common.live_checks.unrecorded import check_unrecorded_layers
 from tasks.common.served_draft import load_served_draft
 from tasks.common.sglang_client import SGLangClient
 from tasks.common.target_weights import TargetWeights
@@ -28,13 +31,15 @@ class Expected:
 
     Attributes:
         served: values of server_info by SGLang's names: model_path, speculative_algorithm, ...
+        planned: whether a plan says so.
         nonce: the weight version that it was started with, where that is known.
         max_relative_error: of a slot.
         gated: whether a slot beyond that is an error even where it is certainly the right layer.
         exact: whether states and draft are float32, so that every round must agree.
     """
 
-    served: dict[str, str]
+    served: dict[str, str | None]
+    planned: bool
     nonce: str | None
     max_relative_error: float
     gated: bool
@@ -67,13 +72,18 @@ class LiveReport:
     parity: list[SlotParity] = field(default_factory=list)
 
 
-def check_server(client: SGLangClient, subject: Subject, expected: Expected, material: Material) -> LiveReport:
+def check_server(
+    client: SGLangClient, info: dict[str, Any], subject: Subject, expected: Expected, material: Material
+) -> LiveReport:
     """Interview a server and judge it.
+
+    Args:
+        info: its server_info.
 
     Raises:
         DraftlineError: it does not answer, or refuses what is asked.
     """
-    info, listener = client.server_info(), Listener.of(client.url)
+    listener = Listener.of(client.url)
     num_steps = info.get("speculative_num_steps") or 0
     room = _room(info, num_steps)
     answers = interview(
@@ -104,12 +114,13 @@ def check_server(client: SGLangClient, subject: Subject, expected: Expected, mat
     predicted, unpredicted = _predict(own, answers, references, problem or missing)
     checks = [
         check_nonce(nonce, expected.nonce, listener),
-        check_serves(info, expected.served, listener),
+        check_serves(info, expected.served, listener, expected.planned),
         check_port_owner(listener, nonce),
         check_speculation(answers),
         width,
         rows,
         *slots,
+        *_check_unrecorded(subject, own, answers, references),
         rounds,
         check_acceptance(answers, predicted, unpredicted),
     ]
@@ -118,12 +129,16 @@ def check_server(client: SGLangClient, subject: Subject, expected: Expected, mat
 
 def _room(info: dict[str, Any], num_steps: int) -> int:
     """Prompt tokens for which the whole interview fits into the context, and its prefill into one chunk."""
-    limits = [info.get(name) or 0 for name in ("context_length", "chunked_prefill_size")]
-    room = min([limit for limit in limits if limit > 0], default=2**31) - MAX_ANSWER_TOKENS - num_steps - 2
+    spent = MAX_ANSWER_TOKENS + num_steps + 2
+    context, chunk = (info.get(name) or 0 for name in ("context_length", "chunked_prefill_size"))
+    # Of the context SGLang also keeps the tokens of one round free.
+    rooms = [context - spent - (info.get("speculative_num_draft_tokens") or 0)] if context > 0 else []
+    rooms += [chunk - spent] if chunk > 0 else []
+    room = min(rooms, default=2**31)
     if room < 1:
         raise DraftlineError(
-            f"the server's context_length or chunked_prefill_size ({limits[0]}, {limits[1]}) is too small to ask anything: "
-            f"{MAX_ANSWER_TOKENS + num_steps + 3} tokens are needed."
+            f"the server's context_length {context} or chunked_prefill_size {chunk} is too small to ask anything: an answer of "
+            f"{MAX_ANSWER_TOKENS} tokens must fit beside a prompt."
         )
     return room
 
@@ -146,16 +161,25 @@ def _check_slots(
     if not references:
         return [want.not_applicable(missing)], []
     if layers is None:
-        named = name_slots(answers, references, aux_size(subject))
+        named = name_slots(answers, references, aux_size(subject.draft.config))
         return [want.not_applicable(f"{named}; nothing records what the draft was trained on")], []
     if len(layers) != slots:
         text = f"the server feeds {slots} states, {said_by} says {len(layers)}: outputs {list(layers)}"
         return [want.error(text, layer_fix(subject, layers, True)([None]))], []
-    parity = [row for reference in references for row in compare(_answer_of(answers, reference), reference, layers)]
+    parity = [row for reference in references for row in compare(answer_of(answers, reference), reference, layers)]
     folder = str(subject.draft.files.folder)
     examined = listener.same_place(info.get("speculative_draft_model_path"), folder) is not False
     fix = layer_fix(subject, layers, examined)
     return check_slots(parity, expected.max_relative_error, expected.gated, said_by, fix), parity
+
+
+def _check_unrecorded(
+    subject: Subject, own: OwnDraft | None, answers: Sequence[Answer], references: Sequence[Reference]
+) -> list[Check]:
+    layers, _ = trained_layers(subject)
+    if own is None or layers is None or is_recorded(subject):
+        return []
+    return [check_unrecorded_layers(own, answers, references, layers)]
 
 
 def _own_draft(subject: Subject, material: Material, info: dict[str, Any]) -> tuple[OwnDraft | None, str]:
@@ -178,8 +202,8 @@ def _own_draft(subject: Subject, material: Material, info: dict[str, Any]) -> tu
             )
     try:
         model, vocab_map = load_served_draft(subject.draft, material.target)
-    except DraftlineError as error:
-        return None, str(error)
+    except (DraftlineError, OSError, SafetensorError, RuntimeError) as error:
+        return None, str(error).splitlines()[0]
     return OwnDraft(model, vocab_map, info["speculative_num_steps"]), ""
 
 
@@ -192,15 +216,11 @@ def _predict(
     for source in dict.fromkeys(reference.source for reference in references):
         walked, rounds = [], []
         for reference in references:
-            answer = _answer_of(answers, reference)
+            answer = answer_of(answers, reference)
             tokens = len(answer.token_ids)
             if reference.source == source and reference.aux is not None and common_tokens(answer, reference) == tokens:
                 walked.append(answer)
-                rounds += [one.correct for one in own.rounds(answer, reference.aux[:tokens].flatten(1))]
+                rounds += own.correct(answer, reference.aux)
         if rounds:
             return Prediction(source, walked, rounds), ""
     return None, missing or "the reference holds other answers than the server gives"
-
-
-def _answer_of(answers: Sequence[Answer], reference: Reference) -> Answer:
-    return next(answer for answer in answers if answer.prompt.id == reference.prompt)

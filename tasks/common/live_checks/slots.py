@@ -1,7 +1,7 @@
 """Is the draft fed the states that it was trained on? Slot by slot, and where not: which state is it really? (contract, section 6)"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,7 +14,7 @@ _NAMED_TOKENS = 64
 # Without all states of the target the nearest one need not be the right one; a wrong layer is 0.2 away (infra/docs/serving.md).
 _CERTAIN = 0.1
 _MARGIN = 3.0
-WHY = "A draft that is fed other states than it was trained on accepts nothing, and nothing fails."
+WHY = "A draft that is fed other states than it was trained on accepts little or nothing, and nothing fails."
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class Reference:
         aux: what each slot must hold, [T, n_aux, H]; None where nothing says which layers.
         states: states of the target that a slot could hold by mistake, by name, [at most T, H] each.
         complete: whether these are all of `all_states`.
+        shifted: as aux, of the layers so many later; computed where nothing records which layers the draft learnt from.
     """
 
     source: str
@@ -36,6 +37,7 @@ class Reference:
     aux: torch.Tensor | None
     states: dict[str, torch.Tensor]
     complete: bool = True
+    shifted: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def name(self, state: torch.Tensor) -> Match | None:
         """Which state of the target this is, [at most T, H]; None where that cannot be told."""
@@ -88,6 +90,11 @@ class SlotParity:
 def named_states(model, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """`all_states` of the beginning of a sequence."""
     return all_states(model, input_ids[:_NAMED_TOKENS])
+
+
+def answer_of(answers: Sequence[Answer], reference: Reference) -> Answer:
+    """The answer whose states a reference has."""
+    return next(answer for answer in answers if answer.prompt.id == reference.prompt)
 
 
 def common_tokens(answer: Answer, reference: Reference) -> int:
