@@ -65,13 +65,12 @@ class ServerPlan:
         words = [word for flag in self.flags for word in (flag.name, *flag.values)]
         return [sys.executable, "-m", "sglang.launch_server", *words, "--weight-version", weight_version]
 
-<<<<<<< HEAD
     @property
     def gpus(self) -> range:
         """GPUs that the server spans, as it counts them."""
         first = next((int(flag.values[0]) for flag in self.flags if flag.name == "--base-gpu-id"), 0)
         return range(first, first + spanned_gpus([word for flag in self.flags for word in (flag.name, *flag.values)]))
-=======
+
     def adding(self, flags: tuple[Setting, ...], environment: tuple[Setting, ...] = ()) -> "ServerPlan":
         """The same server with more settings; of a path that is set already, the new places come first."""
         merged = {setting.name: setting for setting in self.environment}
@@ -81,7 +80,6 @@ class ServerPlan:
             reasons = f"{setting.reason}; {held.reason}" if held else setting.reason
             merged[setting.name] = Setting(setting.name, (places,), reasons)
         return replace(self, flags=(*self.flags, *flags), environment=tuple(merged.values()))
->>>>>>> main
 
     def with_hidden_states(self) -> "ServerPlan":
         """The same server, able to answer with the states that the draft is fed (contract, section 6)."""
