@@ -12,8 +12,8 @@ from tasks.common.vocab_map import VocabMap
 from tasks.train_draft.acceptance import Acceptance, measure
 from tasks.train_draft.checkpoints import Checkpoints
 from tasks.train_draft.data import Batch, BatchStream, DraftData
-from tasks.train_draft.loss import ttt_losses, weighted_loss
 from tasks.train_draft.ring import RingStream
+from tasks.train_draft.step import TrainStep
 from tasks.train_draft.target_head import RestrictedHead
 
 
@@ -54,6 +54,7 @@ class Trainer:
             num_steps: tokens drafted a round when served; predicted acceptance length is for this chain.
         """
         self.draft, self.head, self.vocab_map = draft, head, vocab_map
+        self.train_step = TrainStep(draft, head, params.ttt_length)
         self.heldout = heldout
         self.params, self.num_steps, self.checkpoints = params, num_steps, checkpoints
         self.optimizer = torch.optim.AdamW(
@@ -87,13 +88,11 @@ class Trainer:
         return max(self.curve, key=lambda point: point["heldout"]["predicted_accept_length"])
 
     def _one_step(self, batch: Batch) -> Step:
-        losses = list(ttt_losses(self.draft, self.head, batch, self.params.ttt_length))
-        loss = weighted_loss(losses)
-        self._require_finite("loss", loss, batch)
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss, sums = self.train_step(batch)
+        self._require_finite("loss", loss, batch)
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.params.max_grad_norm)
         self._require_finite("norm of the gradient", norm, batch)
         self.optimizer.step()
@@ -102,7 +101,7 @@ class Trainer:
         return Step(
             step=self.step,
             loss=loss.item(),
-            accuracy_by_position=[step.correct / max(step.supervised, 1) for step in losses],
+            accuracy_by_position=(sums.correct / sums.supervised.clamp(min=1)).tolist(),
             tokens=batch.samples.num_tokens,
             heldout=self._measure() if due else None,
         )

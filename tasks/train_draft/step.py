@@ -1,0 +1,91 @@
+"""Forward and backward of one batch: all that the training loop asks of the arithmetic."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from tasks.common.draft import Eagle3Draft
+from tasks.train_draft.data import Batch
+from tasks.train_draft.loss import STEP_WEIGHT, ttt_losses
+from tasks.train_draft.target_head import RestrictedHead
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What the TTT steps 0..K-1 gave on one batch: tensors [K] on its device, without gradient.
+
+    Attributes:
+        loss: soft cross-entropy in nats, summed over the positions that give loss; float32.
+        loss_positions: supervised positions whose target argmax the draft can propose; int64, as the next two.
+        supervised: supervised positions; all count in accuracy.
+        correct: positions where the draft's argmax is the target's.
+    """
+
+    loss: torch.Tensor
+    loss_positions: torch.Tensor
+    supervised: torch.Tensor
+    correct: torch.Tensor
+
+
+class TttLoss(nn.Module):
+    """Loss of test-time training as one module, so that what hooks a forward (DDP, FSDP2) sees all of it."""
+
+    def __init__(self, draft: Eagle3Draft, head: RestrictedHead, num_steps: int):
+        super().__init__()
+        self.draft, self.head, self.num_steps = draft, head, num_steps
+
+    def loss_positions(self, batch: Batch) -> torch.Tensor:
+        """Positions of `batch` that give loss at each step, int64 [K] on its device; known before any computation."""
+        labels = self.head.draft_id(batch.target_argmax)
+        steps = range(self.num_steps)
+        return torch.stack(
+            [(batch.samples.supervised(step) & (labels[batch.samples.ahead(1 + step)] >= 0)).sum() for step in steps]
+        )
+
+    def forward(self, batch: Batch, loss_positions: torch.Tensor) -> tuple[torch.Tensor, StepSums]:
+        """Sum over steps of 0.8^i times the loss of step i over `loss_positions[i]` (contract, section 4).
+
+        Args:
+            loss_positions: int64 [K]: of this batch, or of all batches whose gradients are added up.
+
+        Returns:
+            scalar with gradient, and the sums of this batch.
+        """
+        device = batch.target_argmax.device
+        loss, of_steps = torch.zeros((), device=device), []
+        for step, found in enumerate(ttt_losses(self.draft, self.head, batch, self.num_steps)):
+            loss = loss + STEP_WEIGHT**step * found.total / loss_positions[step].clamp(min=1)
+            counts = torch.tensor([found.loss_positions, found.supervised, found.correct], device=device)
+            of_steps.append((found.total.detach(), counts))
+        missing = self.num_steps - len(of_steps)
+        of_steps += [(torch.zeros((), device=device), torch.zeros(3, dtype=torch.int64, device=device))] * missing
+        totals, counts = zip(*of_steps, strict=True)
+        return loss, StepSums(torch.stack(totals), *torch.stack(counts).unbind(1))
+
+
+class TrainStep:
+    """Forward and backward of a batch; gradients are added to those of the draft's parameters.
+
+    Attributes:
+        module: the `TttLoss`; may be replaced by what wraps it (DDP).
+    """
+
+    def __init__(self, draft: Eagle3Draft, head: RestrictedHead, num_steps: int):
+        self.module: nn.Module = TttLoss(draft, head, num_steps)
+        self.loss_positions = self.module.loss_positions
+
+    def __call__(self, batch: Batch, loss_positions: torch.Tensor | None = None) -> tuple[torch.Tensor, StepSums]:
+        """Run one batch.
+
+        Args:
+            loss_positions: what the loss of each step is divided by, int64 [K]; None takes this batch's own. Over
+                several processes it is their sum: then the sum of the processes' gradients is that of the joint batch.
+
+        Returns:
+            the weighted loss, a scalar on the device without gradient, and the sums of this batch. Nothing waits
+            for the device.
+        """
+        loss, sums = self.module(batch, self.loss_positions(batch) if loss_positions is None else loss_positions)
+        loss.backward()
+        return loss.detach(), sums
