@@ -1,9 +1,11 @@
 """Hidden states as packed batches, in an order that depends on the seed and the epoch alone."""
 
+import signal
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -101,8 +103,9 @@ class DraftData(Dataset):
         self.usable = np.flatnonzero(np.fromiter(supervised, bool, len(states)))
         if not len(self.usable):
             raise DraftlineError(
-                f"{states.folder}: none of the {len(states)} samples has a supervised position (loss mask 1 beyond the second "
-                f"token): there is nothing to train on. The mask density of each is in reports/gates/hidden_states.json."
+                f"{states.folder}: none of the {len(states)} samples ({', '.join(states.ids[:3])}, ...) has a supervised position "
+                f"(loss mask 1 beyond the second token): there is nothing to train on. The mask density of each is in "
+                f"reports/gates/hidden_states.json; a chat template without generation tags is the usual cause."
             )
 
     def batches(self, order: np.ndarray) -> list[list[int]]:
@@ -148,15 +151,27 @@ def pack(tokens: np.ndarray, order: np.ndarray, batch_tokens: int) -> list[list[
     return batches
 
 
-class BatchStream:
-    """Batches of one split without end, epoch after epoch; between any two the position can be saved and taken up."""
+@dataclass(frozen=True)
+class Share:
+    """This process's batches of an optimiser step: of each `of` in a row every `processes`-th, from the `rank`-th on."""
 
-    def __init__(self, data: DraftData, seed: int, workers: int = 0):
+    rank: int = 0
+    processes: int = 1
+    of: int = 1
+
+
+class BatchStream:
+    """Batches of one split without end, epoch after epoch; between any two steps the position can be saved and taken up.
+
+    The position says nothing of `share`: another number of processes goes on with the same steps.
+    """
+
+    def __init__(self, data: DraftData, seed: int, workers: int = 0, share: Share = Share()):
         """
         Args:
             workers: processes that read ahead; 0 reads in this one. The batches are the same.
         """
-        self.data, self.seed, self.workers = data, seed, workers
+        self.data, self.seed, self.workers, self.share = data, seed, workers, share
         self.epoch = self.batch = 0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -167,6 +182,7 @@ class BatchStream:
             sampler=self._indices(asked),
             collate_fn=_as_it_is,
             num_workers=self.workers,
+            worker_init_fn=_leave_signals_to_the_trainer,
             generator=torch.Generator(),  # else it draws from the global one
         )
         for batch in loader:
@@ -186,13 +202,27 @@ class BatchStream:
         self.epoch, self.batch = state["epoch"], state["batch"]
 
     def _indices(self, asked: deque[tuple[int, int]]) -> Iterator[list[int]]:
+        batches, share = self._batches(), self.share
+        while True:
+            of_step = list(islice(batches, share.of))
+            for indices, _ in of_step[share.rank :: share.processes]:
+                asked.append(of_step[-1][1])
+                yield indices
+
+    def _batches(self) -> Iterator[tuple[list[int], tuple[int, int]]]:
+        """Every batch from the position on, whoever's, with the position behind it."""
         epoch, batch = self.epoch, self.batch
         while True:
             for indices in self.data.epoch(self.seed, epoch)[batch:]:
                 batch += 1
-                asked.append((epoch, batch))
-                yield indices
+                yield indices, (epoch, batch)
             epoch, batch = epoch + 1, 0
+
+
+def _leave_signals_to_the_trainer(worker: int) -> None:
+    """A signal to the whole process group must not end the readers of a trainer that finishes its step."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _as_it_is(batch: StoredBatch) -> StoredBatch:

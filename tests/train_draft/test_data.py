@@ -7,7 +7,7 @@ import torch
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import Sample
-from tasks.train_draft.data import BatchStream, DraftData, pack
+from tasks.train_draft.data import BatchStream, DraftData, Share, pack
 from tests.stored import write_split
 
 CONTRACT = Contract(
@@ -101,6 +101,36 @@ def test_a_stream_goes_on_where_it_was_saved_within_an_epoch_and_at_its_end(tmp_
             assert torch.equal(batch.target_argmax, expected.target_argmax)
 
 
+def sample_ids(data: DraftData, share: Share, steps: int, position: dict | None = None) -> list[list[str]]:
+    """What one process reads in so many optimiser steps, and afterwards the position."""
+    stream = BatchStream(data, seed=3, share=share)
+    if position:
+        stream.load_state_dict(position)
+    batches = iter(stream)
+    read = [next(batches).samples.sample_ids for _ in range(steps * share.of // share.processes)]
+    return [*read, stream.state_dict()]
+
+
+def test_processes_share_the_batches_of_each_step_without_overlap(tmp_path):
+    data = make_data(tmp_path, [5, 9, 12, 30, 7, 7, 20, 31, 32, 29])
+    *alone, position = sample_ids(data, Share(0, 1, of=4), steps=5)
+    shares = [sample_ids(data, Share(rank, 2, of=4), steps=5) for rank in (0, 1)]
+    assert [batches.pop() for batches in shares] == [position, position]
+    assert [batch for of_both in zip(*shares, strict=True) for batch in of_both] == alone
+    in_epoch = len(data.epoch(3, 0))
+    assert in_epoch % 4, "else no step reaches over the end of an epoch"
+    first = [name for batch in alone[:in_epoch] for name in batch]
+    assert sorted(first) == sorted(data.states.ids)
+
+
+def test_another_number_of_processes_goes_on_with_the_next_step(tmp_path):
+    data = make_data(tmp_path, [5, 9, 12, 30, 7, 7, 20, 31, 32, 29])
+    *whole, _ = sample_ids(data, Share(0, 1, of=4), steps=4)
+    *_, position = sample_ids(data, Share(1, 2, of=4), steps=2)
+    assert sample_ids(data, Share(0, 1, of=4), steps=2, position=position)[:-1] == whole[8:]
+    assert sample_ids(data, Share(3, 4, of=4), steps=2, position=position)[:-1] == whole[11::4]
+
+
 @pytest.mark.parametrize("storage_dtype", ["float32", "bfloat16", "float8"])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_batches_are_the_numbers_that_are_stored(tmp_path, storage_dtype, workers):
@@ -124,5 +154,5 @@ def test_samples_that_supervise_nothing_are_left_out(tmp_path):
 
 
 def test_a_split_that_supervises_nothing_is_an_error(tmp_path):
-    with pytest.raises(DraftlineError, match="none of the 2 samples has a supervised position"):
+    with pytest.raises(DraftlineError, match="none of the 2 samples .s0, s1, .* has a supervised position"):
         make_data(tmp_path, [6, 9], supervised=False)
