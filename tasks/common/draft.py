@@ -8,16 +8,20 @@ position is t + i. That is what SGLang computes when it drafts a chain from the 
 Parameters bear the names of the exported checkpoint, so `state_dict()` is that checkpoint without the map.
 """
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tasks.common.contract import Contract
+from tasks.common.draft_layer import DraftWeights, add_own, combine, finish, keys_and_values, queries
 from tasks.common.errors import DraftlineError
-from tasks.common.packing import PackedSamples
+from tasks.common.packing import PackedSamples, TttInputs
+from tasks.common.past_attention import Past, past_of
+from tasks.common.rows import Rows
 from tasks.common.target import TargetShape
 from tasks.common.vocab_map import VocabMap
 
@@ -100,18 +104,11 @@ class _Linear(nn.Module):
         super().__init__()
         self.weight = _unset(outputs, inputs)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight)
-
 
 class _RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float):
+    def __init__(self, size: int):
         super().__init__()
         self.weight = _unset(size)
-        self.eps = eps
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class _MLP(nn.Module):
@@ -120,29 +117,6 @@ class _MLP(nn.Module):
         self.gate_proj = _Linear(config.hidden_size, config.intermediate_size)
         self.up_proj = _Linear(config.hidden_size, config.intermediate_size)
         self.down_proj = _Linear(config.intermediate_size, config.hidden_size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-@dataclass
-class _Keys:
-    """What the steps of one batch attend to.
-
-    Attributes:
-        keys, values: of step 0, at every position: [T, kv heads, head_dim].
-        own_keys, own_values: of steps 1..i, at the rows of step i.
-    """
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    own_keys: list[torch.Tensor] = field(default_factory=list)
-    own_values: list[torch.Tensor] = field(default_factory=list)
-
-    def keep(self, chosen: torch.Tensor) -> None:
-        """Drop the own keys of rows that go no further."""
-        self.own_keys = [keys[chosen] for keys in self.own_keys]
-        self.own_values = [values[chosen] for values in self.own_values]
 
 
 class _Attention(nn.Module):
@@ -158,84 +132,32 @@ class _Attention(nn.Module):
         self.v_proj = _Linear(2 * config.hidden_size, self.kv_heads * self.head_dim)
         self.o_proj = _Linear(self.heads * self.head_dim, config.hidden_size)
 
-    def keys_and_values(self, x: torch.Tensor, rope: "_Rope") -> tuple[torch.Tensor, torch.Tensor]:
-        """[n, 2H] -> rotated keys and values, [n, kv heads, head_dim] each."""
-        split = (len(x), self.kv_heads, self.head_dim)
-        return rope.rotate(self.k_proj(x).view(split)), self.v_proj(x).view(split)
-
-    def forward(self, x, rope: "_Rope", seen: _Keys, rows: torch.Tensor, bounds) -> torch.Tensor:
-        """Attend from `rows` to the step-0 keys up to each and to their own keys.
-
-        Args:
-            x: [n, 2H] at `rows`.
-            rows: ascending positions on the token axis, [n].
-
-        Returns:
-            [n, H].
-        """
-        groups = self.heads // self.kv_heads
-        q = rope.rotate(self.q_proj(x).view(len(x), self.heads, self.head_dim)) * self.head_dim**-0.5
-        q = q.view(len(x), self.kv_heads, groups, self.head_dim)
-        # [n, kv heads, groups, steps]: a position's own keys are no one else's, so this part is elementwise.
-        own = [(q * keys.unsqueeze(2)).sum(-1, keepdim=True) for keys in seen.own_keys]
-        mixed, own_shares = [], []
-        for first, last, start, end in _segments(rows, bounds):
-            n, length = last - first, end - start
-            future = torch.arange(start, end, device=rows.device) > rows[first:last, None]
-            queries = q[first:last].permute(1, 2, 0, 3).reshape(self.kv_heads, groups * n, self.head_dim)
-            scores = (queries @ seen.keys[start:end].permute(1, 2, 0)).view(self.kv_heads, groups, n, length)
-            scores = scores.masked_fill(future, -torch.inf)
-            if own:
-                scores = torch.cat([scores, *(s[first:last].permute(1, 2, 0, 3) for s in own)], dim=-1)
-            shares = scores.softmax(-1)
-            past = shares[..., :length].reshape(self.kv_heads, groups * n, length)
-            mixed.append(
-                (past @ seen.values[start:end].transpose(0, 1)).view(self.kv_heads, groups, n, -1).permute(2, 0, 1, 3)
-            )
-            own_shares.append(shares[..., length:].permute(2, 0, 1, 3))
-        output, shares = torch.cat(mixed), torch.cat(own_shares)
-        for step, values in enumerate(seen.own_values):
-            output = output + shares[..., step : step + 1] * values.unsqueeze(2)
-        return self.o_proj(output.reshape(len(x), -1))
-
-
-def _segments(rows: torch.Tensor, bounds: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int, int]]:
-    """For each sample with rows: their range in `rows`, and the range of positions up to the last of them."""
-    edges = torch.searchsorted(rows.cpu(), torch.tensor([0, *(end for _, end in bounds)])).tolist()
-    for (start, _), first, last in zip(bounds, edges[:-1], edges[1:], strict=True):
-        if last > first:
-            yield first, last, start, int(rows[last - 1]) + 1
-
 
 class _Midlayer(nn.Module):
     def __init__(self, config: DraftConfig):
         super().__init__()
-        self.input_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.hidden_norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = _RMSNorm(config.hidden_size)
+        self.hidden_norm = _RMSNorm(config.hidden_size)
         self.self_attn = _Attention(config)
-        self.post_attention_layernorm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = _RMSNorm(config.hidden_size)
         self.mlp = _MLP(config)
 
-    def inputs(self, embedding: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        """What q, k and v read, [n, 2H]."""
-        return torch.cat([self.input_layernorm(embedding), self.hidden_norm(state)], dim=-1)
 
-    def forward(self, state, attended: torch.Tensor) -> torch.Tensor:
-        """Residual of the state, then the MLP; [n, H]."""
-        state = state + attended
-        return state + self.mlp(self.post_attention_layernorm(state))
+@dataclass
+class _Seen:
+    """What the steps of one batch attend to.
 
+    Attributes:
+        keys, values: of step 0, at every position: [T, kv heads, head_dim].
+        past: attention from the rows to them.
+        own_keys, own_values: of steps 1..i, at the rows.
+    """
 
-class _Rope:
-    """Rotation at given positions, in the half-split form of Llama."""
-
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
-        self.cos, self.sin = cos[:, None], sin[:, None]
-
-    def rotate(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, heads, head_dim] at the n positions."""
-        first, second = x.chunk(2, dim=-1)
-        return x * self.cos + torch.cat([-second, first], dim=-1) * self.sin
+    keys: torch.Tensor
+    values: torch.Tensor
+    past: Past
+    own_keys: list[torch.Tensor] = field(default_factory=list)
+    own_values: list[torch.Tensor] = field(default_factory=list)
 
 
 class Eagle3Draft(nn.Module):
@@ -253,14 +175,12 @@ class Eagle3Draft(nn.Module):
 
         self.config = config
         aux_width = config.num_aux * config.aux_size
-        self.input_norm = _RMSNorm(aux_width, config.rms_norm_eps) if config.norm_before_fc else None
-        norms = (
-            [_RMSNorm(config.aux_size, config.rms_norm_eps) for _ in range(config.num_aux)] if config.fc_norm else []
-        )
+        self.input_norm = _RMSNorm(aux_width) if config.norm_before_fc else None
+        norms = [_RMSNorm(config.aux_size) for _ in range(config.num_aux)] if config.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
         self.fc = _Linear(aux_width, config.hidden_size)
         self.midlayer = _Midlayer(config)
-        self.norm = _RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = _RMSNorm(config.hidden_size)
         self.lm_head = _Linear(config.hidden_size, config.draft_vocab_size)
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
         self.rotary = LlamaRotaryEmbedding(
@@ -279,78 +199,136 @@ class Eagle3Draft(nn.Module):
     ) -> "Eagle3Draft":
         return cls(DraftConfig.of(shape, contract, draft_vocab_size), embed_tokens)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, H] layer outputs -> [n, D]."""
-        return self.lm_head(self.norm(hidden))
+    def weights(self, dtype: torch.dtype) -> DraftWeights:
+        """All parameters but the head's, in `dtype`; gradients arrive in the type of the parameters."""
+        layer, attention, mlp = self.midlayer, self.midlayer.self_attn, self.midlayer.mlp
+        return DraftWeights(
+            input_norm=None if self.input_norm is None else self.input_norm.weight.to(dtype),
+            aux_norms=[norm.weight.to(dtype) for norm in self.fc_norm],
+            fc=self.fc.weight.to(dtype),
+            input_layernorm=layer.input_layernorm.weight.to(dtype),
+            hidden_norm=layer.hidden_norm.weight.to(dtype),
+            q=attention.q_proj.weight.to(dtype),
+            kv=torch.cat([attention.k_proj.weight, attention.v_proj.weight]).to(dtype),
+            o=attention.o_proj.weight.to(dtype),
+            post_attention_layernorm=layer.post_attention_layernorm.weight.to(dtype),
+            gate_up=torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]).to(dtype),
+            down=mlp.down_proj.weight.to(dtype),
+            norm=self.norm.weight.to(dtype),
+        )
 
-    def forward(self, batch: PackedSamples, num_steps: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def unroll(self, inputs: TttInputs, aux: torch.Tensor, recompute: bool = False) -> list[torch.Tensor]:
         """Test-time training with teacher-forced tokens: step i reads x_{t+1+i}.
 
-        Yields:
-            for each step its rows (positions on the token axis, [n]; see `PackedSamples.rows`) and the layer's
-            output there, [n, H]; nothing for steps without rows. Take logits only where a loss or a prediction
-            is wanted.
+        Args:
+            aux: [T, n_aux * H_t], in the type to compute in.
+            recompute: of steps i > 0 keep the states alone and compute the rest again in the backward.
+
+        Returns:
+            for each step what the head reads: the layer's output after the final norm at the rows, [R, H].
         """
-        rows = [of_step for of_step in batch.rows(num_steps) if len(of_step)]
-        if not rows:
-            return
-        seen, state = self._first_step(batch, rows[0])
-        yield rows[0], state
-        for step in range(1, len(rows)):
-            chosen = torch.searchsorted(rows[step - 1], rows[step])
-            seen.keep(chosen)
-            tokens = batch.input_ids[batch.ahead(1 + step)[rows[step]]]
-            state = self._next_step(batch, rows[step], step, self._recurrent(state[chosen]), tokens, seen)
-            yield rows[step], state
+        weights, rows = self.weights(aux.dtype), inputs.rows
+        rotations = self._rotations(inputs.positions, rows.index, len(inputs.read_ids))
+        seen, state, normed = self._first_step(weights, rows, inputs.positions, inputs.next_ids, aux, rotations)
+        outputs = [normed]
+        for tokens, rotation in zip(inputs.read_ids[1:], rotations[1:], strict=True):
+            step = self._next_step
+            if recompute:
+                step = partial(checkpoint, step, use_reentrant=False, preserve_rng_state=False)
+            own = (list(seen.own_keys), list(seen.own_values))
+            state, normed, *of_step = step(weights, self._recurrent(state, normed), tokens, rotation, seen, *own)
+            seen.own_keys.append(of_step[0])
+            seen.own_values.append(of_step[1])
+            outputs.append(normed)
+        return outputs
 
     @torch.no_grad()
-    def propose(self, batch: PackedSamples, rows: torch.Tensor, num_steps: int, vocab_map: VocabMap) -> torch.Tensor:
+    def propose(
+        self,
+        batch: PackedSamples,
+        index: torch.Tensor,
+        num_steps: int,
+        vocab_map: VocabMap,
+    ) -> torch.Tensor:
         """Chains that a server would draft: from the real states up to each row, on the draft's OWN tokens, greedily.
 
         Args:
-            rows: ascending positions t on the token axis, [n]; x_{t+1} must lie in the same sample.
+            batch: its aux states are in the type to compute in.
+            index: ascending positions t on the token axis, [n]; x_{t+1} must lie in the same sample.
 
         Returns:
             target ids proposed for x_{t+2}, x_{t+3}, ...: int64 [n, num_steps].
         """
-        target_ids = vocab_map.target_ids.to(rows.device)
-        seen, state = self._first_step(batch, rows)
-        chain = [target_ids[self.logits(state).argmax(-1)]]
-        for step in range(1, num_steps):
-            state = self._next_step(batch, rows, step, self._recurrent(state), chain[-1], seen)
-            chain.append(target_ids[self.logits(state).argmax(-1)])
-        return torch.stack(chain, dim=1)
+        device, dtype = index.device, batch.aux.dtype
+        weights, head, target_ids = self.weights(dtype), self.lm_head.weight.to(dtype), vocab_map.target_ids.to(device)
+        rows = Rows.of(index, batch.bounds, device).map(lambda tensor: tensor.to(device))
+        next_ids = batch.input_ids[batch.ahead(1)]
+        rotations = self._rotations(batch.positions, rows.index, num_steps)
+        seen, state, normed = self._first_step(weights, rows, batch.positions, next_ids, batch.aux, rotations)
+        chain = [target_ids[F.linear(normed, head).argmax(-1)]]
+        for rotation in rotations[1:]:
+            own = (seen.own_keys, seen.own_values)
+            recurrent = self._recurrent(state, normed)
+            state, normed, keys, values = self._next_step(weights, recurrent, chain[-1], rotation, seen, *own)
+            seen.own_keys.append(keys)
+            seen.own_values.append(values)
+            chain.append(target_ids[F.linear(normed, head).argmax(-1)])
+        return torch.stack(chain, dim=1)[: rows.count]
 
-    def _combine(self, aux: torch.Tensor) -> torch.Tensor:
-        """g, [T, H], from the aux states of each token side by side, [T, n_aux * H_t]."""
-        if self.input_norm is not None:
-            aux = self.input_norm(aux)
-        if len(self.fc_norm):
-            chunks = aux.chunk(len(self.fc_norm), dim=-1)
-            aux = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(aux)
+    def _recurrent(self, state: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
+        """What the next step reads in place of g."""
+        return normed if self.config.norm_output else state
 
-    def _recurrent(self, state: torch.Tensor) -> torch.Tensor:
-        """What the next step reads in place of g, from the layer's output [n, H]."""
-        return self.norm(state) if self.config.norm_output else state
+    def _first_step(self, weights: DraftWeights, rows: Rows, positions, next_ids, aux, rotations: list) -> tuple:
+        """Keys of every position; the layer's output at the rows before and after the final norm, [R, H] each."""
+        w, eps = weights, self.config.rms_norm_eps
+        (cos, sin), (of_rows, *_) = self._rotation(positions), rotations
+        g = combine(aux, w.input_norm, w.aux_norms, w.fc, eps)
+        x, keys, values = keys_and_values(
+            g, self.embed_tokens, next_ids, w.input_layernorm, w.hidden_norm, w.kv, cos, sin, eps
+        )
+        seen = _Seen(keys, values, past_of(rows, len(keys)))
+        attended, _ = seen.past(queries(x.index_select(0, rows.index), w.q, *of_rows), keys, values)
+        return seen, *self._finish(w, attended, g.index_select(0, rows.index))
 
-    def _first_step(self, batch: PackedSamples, rows: torch.Tensor) -> tuple[_Keys, torch.Tensor]:
-        """Keys of every position and the layer's output at `rows`, [n, H]."""
-        layer, g = self.midlayer, self._combine(batch.aux)
-        x = layer.inputs(self.embed_tokens[batch.input_ids[batch.ahead(1)]], g)
-        seen = _Keys(*layer.self_attn.keys_and_values(x, self._rope(g, batch.positions)))
-        attended = layer.self_attn(x[rows], self._rope(g, batch.positions[rows]), seen, rows, batch.bounds)
-        return seen, layer(g[rows], attended)
+    def _next_step(
+        self, weights: DraftWeights, recurrent, tokens, rotation, seen: _Seen, own_keys, own_values
+    ) -> tuple:
+        """Step i > 0 at the rows.
 
-    def _next_step(self, batch: PackedSamples, rows, step: int, state, tokens, seen: _Keys) -> torch.Tensor:
-        """Step i > 0 at `rows` from the recurrent states of step i - 1, [n, H]; adds its keys to `seen`."""
-        layer, rope = self.midlayer, self._rope(state, batch.positions[rows] + step)
-        x = layer.inputs(self.embed_tokens[tokens], state)
-        keys, values = layer.self_attn.keys_and_values(x, rope)
-        seen.own_keys.append(keys)
-        seen.own_values.append(values)
-        return layer(state, layer.self_attn(x, rope, seen, rows, batch.bounds))
+        Args:
+            recurrent: of step i - 1, [R, H]; tokens: that step i reads, [R].
+            own_keys, own_values: of steps 1..i-1.
 
-    def _rope(self, like: torch.Tensor, positions: torch.Tensor) -> _Rope:
-        cos, sin = self.rotary(like, positions[None])
-        return _Rope(cos[0], sin[0])
+        Returns:
+            the layer's output before and after the final norm, [R, H] each; keys and values of this step.
+        """
+        w = weights
+        x, keys, values = keys_and_values(
+            recurrent,
+            self.embed_tokens,
+            tokens,
+            w.input_layernorm,
+            w.hidden_norm,
+            w.kv,
+            *rotation,
+            self.config.rms_norm_eps,
+        )
+        q = queries(x, w.q, *rotation)
+        attended, lse = seen.past(q, seen.keys, seen.values)
+        attended = add_own(q, attended, lse, [*own_keys, keys], [*own_values, values])
+        return *self._finish(w, attended, recurrent), keys, values
+
+    def _finish(self, w: DraftWeights, attended: torch.Tensor, state: torch.Tensor) -> tuple:
+        eps = self.config.rms_norm_eps
+        return finish(attended, state, w.o, w.post_attention_layernorm, w.gate_up, w.down, w.norm, eps)
+
+    def _rotations(self, positions: torch.Tensor, index: torch.Tensor, num_steps: int) -> list[tuple]:
+        """cos and sin of each step at the rows: RoPE position t + i."""
+        at_rows = positions[index]
+        return [self._rotation(at_rows + step) for step in range(num_steps)]
+
+    def _rotation(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, float32 [n, head_dim] each."""
+        cos, sin = self.rotary(self.rotary.inv_freq, positions[None])
+        return cos[0], sin[0]

@@ -1,12 +1,13 @@
 """Several samples on one token axis: what the draft is run over, without a padded position."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from tasks.common.hidden_states import Sample
+from tasks.common.rows import Rows
 
 
 @dataclass(frozen=True)
@@ -15,7 +16,8 @@ class PackedSamples:
 
     Attributes:
         sample_ids: in order.
-        bounds: [start, end) of each sample on the token axis.
+        bounds: [start, end) of each sample on the token axis, and of the padding behind them where there is some: to all
+            that is computed it is one more sample, of which the assistant wrote nothing.
         input_ids: int64 [T].
         loss_mask: bool [T], true where the assistant wrote the token.
         aux: [T, n_aux * H], the slots of a token side by side in layer order.
@@ -41,6 +43,11 @@ class PackedSamples:
             aux=torch.cat([sample.aux.flatten(1) for sample in samples]).float(),
             last=torch.cat([sample.last for sample in samples]).float(),
         )
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "PackedSamples":
+        """`function` of every tensor: to a device, into pinned memory."""
+        tensors = (function(getattr(self, name)) for name in ("input_ids", "loss_mask", "aux", "last"))
+        return PackedSamples(self.sample_ids, self.bounds, *tensors)
 
     @property
     def num_tokens(self) -> int:
@@ -68,15 +75,36 @@ class PackedSamples:
         exists = torch.arange(self.num_tokens, device=self.input_ids.device) + 2 + step < self.ends
         return exists & self.loss_mask[self.ahead(2 + step)]
 
-    def rows(self, num_steps: int) -> list[torch.Tensor]:
-        """Positions that each step must compute: those supervised at this step or a later one.
+    def unrolled(self, num_steps: int) -> torch.Tensor:
+        """Positions at which chains are run, ascending int64 [n]: those supervised at one of `num_steps` steps or more."""
+        return torch.stack([self.supervised(step) for step in range(num_steps)]).any(0).nonzero().squeeze(1)
 
-        Returns:
-            for each of `num_steps` steps an ascending int64 [n]; each contains the next.
-        """
-        needed = torch.zeros_like(self.loss_mask)
-        rows: list[torch.Tensor] = []
-        for step in reversed(range(num_steps)):
-            needed = needed | self.supervised(step)
-            rows.insert(0, needed.nonzero().squeeze(1))
-        return rows
+
+@dataclass(frozen=True)
+class TttInputs:
+    """What K teacher-forced steps read, apart from the states.
+
+    Attributes:
+        rows: R places at which every step is run.
+        positions: of each token within its sample, int64 [T].
+        next_ids: token after each, which step 0 reads, int64 [T].
+        read_ids: token that each step reads at the rows, int64 [K, R].
+    """
+
+    rows: Rows
+    positions: torch.Tensor
+    next_ids: torch.Tensor
+    read_ids: torch.Tensor
+
+    @classmethod
+    def of(cls, samples: PackedSamples, num_steps: int, device: torch.device | str) -> "TttInputs":
+        """For samples on the CPU, in the form that `device` computes."""
+        rows = Rows.of(samples.unrolled(num_steps), samples.bounds, device)
+        read = [samples.input_ids[samples.ahead(1 + step)[rows.index]] for step in range(num_steps)]
+        return cls(rows, samples.positions, samples.input_ids[samples.ahead(1)], torch.stack(read))
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "TttInputs":
+        """`function` of every tensor: to a device, into pinned memory."""
+        return TttInputs(
+            self.rows.map(function), function(self.positions), function(self.next_ids), function(self.read_ids)
+        )

@@ -1,12 +1,15 @@
 """`params.yaml`, typed: a section a stage, unknown keys refused, exclusive options checked at load time."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from tasks.common.errors import DraftlineError
+
+if TYPE_CHECKING:
+    import torch
 
 PARAMS = Path("params.yaml")
 Engine = Literal["transformers", "sglang"]
@@ -80,11 +83,24 @@ class TrainDraft(Section):
     data_workers: Annotated[int, Field(ge=0)] = Field(
         0, description="processes that read ahead; 0 reads in the trainer"
     )
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None,
+        description="that training computes in; parameters stay float32; null: bfloat16 on a GPU, float32 on a CPU",
+    )
+    recompute_activations: bool = Field(
+        False, description="activation checkpointing: less memory, a third more arithmetic in the layer"
+    )
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     checkpoint_every: Count = 50
     evaluate_every: Count = Field(100, description="steps between held-out evaluations; the best predicted AL is kept")
     seed: int = 0
+
+    def computed_in(self, device: str) -> "torch.dtype":
+        """The type that training computes in on `device`."""
+        import torch
+
+        return getattr(torch, self.dtype or ("bfloat16" if device.startswith("cuda") else "float32"))
 
 
 def tree_tokens(num_steps: int, topk: int) -> int:

@@ -8,7 +8,8 @@ from tasks.common.draft import Eagle3Draft
 from tasks.common.vocab_map import VocabMap
 from tasks.common.walk import correct_drafts, round_starts, walk
 from tasks.train_draft.data import DraftData
-from tasks.train_draft.loss import STEP_WEIGHT, ttt_losses
+from tasks.train_draft.loss import STEP_WEIGHT
+from tasks.train_draft.step import TttLoss
 from tasks.train_draft.target_head import RestrictedHead
 
 
@@ -48,18 +49,20 @@ def measure(
         num_steps: tokens a round drafts on the draft's own tokens (serve.num_steps).
     """
     loss, positions, supervised, right = torch.zeros(4, ttt_length, dtype=torch.float64)
+    ttt_loss = TttLoss(draft, head)
     everywhere: list[int] = []
     rounds: list[int] = []
     for indices in heldout.batches(heldout.usable):
         batch = heldout.read(indices)
-        for step, of_step in enumerate(ttt_losses(draft, head, batch, ttt_length)):
-            loss[step] += of_step.total.item()
-            positions[step] += of_step.loss_positions
-            supervised[step] += of_step.supervised
-            right[step] += of_step.correct
+        _, sums = ttt_loss(batch, batch.lessons.loss_positions)
+        loss += sums.loss.cpu()
+        positions += sums.loss_positions.cpu()
+        supervised += sums.supervised.cpu()
+        right += sums.correct.cpu()
         rows = round_starts(batch.samples)
         if len(rows):
-            correct = correct_drafts(batch.samples, rows, draft.propose(batch.samples, rows, num_steps, vocab_map))
+            proposed = draft.propose(batch.samples, rows, num_steps, vocab_map)
+            correct = correct_drafts(batch.samples, rows, proposed)
             everywhere += correct.tolist()
             rounds += walk(rows, correct)
     mean_losses = (loss / positions.clamp(min=1)).tolist()

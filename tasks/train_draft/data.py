@@ -13,81 +13,18 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tasks.common.errors import DraftlineError
-from tasks.common.hidden_states import HiddenStates, Sample
-from tasks.common.packing import PackedSamples
-from tasks.common.storage import decode
+from tasks.common.hidden_states import HiddenStates
+from tasks.train_draft.batch import Batch, BatchForm, StoredBatch
+from tasks.train_draft.prefetch import on_device
 
-# A sample as it is stored, and the scales of its aux states and of its last (None but for float8).
-StoredSample = tuple[Sample, torch.Tensor | None, torch.Tensor | None]
 # Batches that are filled at the same time. More would fill them better and make the last ones of short samples alone.
 _OPEN_BATCHES = 64
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Packed samples with the target's own next token.
-
-    Attributes:
-        target_argmax: argmax of the target's full distribution at each position, int64 [T]; -1 where the
-            assistant did not write the next token.
-    """
-
-    samples: PackedSamples
-    target_argmax: torch.Tensor
-
-
-@dataclass(frozen=True)
-class StoredBatch:
-    """The same as it is stored, on the CPU: what travels to the device is as small as on the disk, and is decoded there.
-
-    Attributes:
-        aux: [T, n_aux, H] and last [T, H] in the stored type; scales as in `StoredRows`.
-    """
-
-    sample_ids: tuple[str, ...]
-    lengths: tuple[int, ...]
-    input_ids: torch.Tensor
-    loss_mask: torch.Tensor
-    aux: torch.Tensor
-    last: torch.Tensor
-    aux_scale: torch.Tensor | None
-    last_scale: torch.Tensor | None
-    target_argmax: torch.Tensor
-
-    @classmethod
-    def of(cls, stored: list[StoredSample], target_argmax: torch.Tensor) -> "StoredBatch":
-        """Lay samples as they are stored end to end."""
-        samples, *scales = zip(*stored, strict=True)
-        return cls(
-            tuple(sample.id for sample in samples),
-            tuple(sample.num_tokens for sample in samples),
-            *(torch.cat([getattr(s, name) for s in samples]) for name in ("input_ids", "loss_mask", "aux", "last")),
-            *(None if of_all[0] is None else torch.cat(of_all) for of_all in scales),
-            target_argmax,
-        )
-
-    def on(self, device: str) -> Batch:
-        """Decoded to float32 on `device`."""
-
-        def there(tensor: torch.Tensor | None) -> torch.Tensor | None:
-            return None if tensor is None else tensor.to(device)
-
-        ends = np.cumsum(self.lengths).tolist()
-        samples = PackedSamples(
-            sample_ids=self.sample_ids,
-            bounds=tuple(zip([0, *ends[:-1]], ends, strict=True)),
-            input_ids=self.input_ids.to(device).long(),
-            loss_mask=self.loss_mask.to(device).bool(),
-            aux=decode(there(self.aux), there(self.aux_scale)).flatten(1).float(),
-            last=decode(there(self.last), there(self.last_scale)).float(),
-        )
-        return Batch(samples, self.target_argmax.to(device).long())
 
 
 class DraftData(Dataset):
     """The samples of one split that supervise something; states are read with their batch, never all at once."""
 
-    def __init__(self, states: HiddenStates, target_argmax: np.ndarray, batch_tokens: int, device: str):
+    def __init__(self, states: HiddenStates, target_argmax: np.ndarray, batch_tokens: int, form: BatchForm):
         """
         Args:
             target_argmax: int32 over the tokens of the split, in its order (see `cache_target_argmax`).
@@ -95,7 +32,7 @@ class DraftData(Dataset):
         Raises:
             DraftlineError: no sample has a supervised position.
         """
-        self.states, self.batch_tokens, self.device = states, batch_tokens, device
+        self.states, self.batch_tokens, self.form = states, batch_tokens, form
         self.target_argmax = target_argmax
         self.starts = np.cumsum([0, *states.tokens])
         # The draft predicts from the third token on, and only what the assistant wrote.
@@ -117,13 +54,14 @@ class DraftData(Dataset):
         return self.batches(np.random.default_rng((seed, epoch)).permutation(self.usable))
 
     def read(self, indices: list[int]) -> Batch:
-        """Read and pack these samples, on `device`."""
-        return self[indices].on(self.device)
+        """Read and pack these samples, on their device."""
+        return self[indices].on(self.form.device, self.form.dtype)
 
     def __getitem__(self, indices: list[int]) -> StoredBatch:
         """The same as worker processes read it."""
         argmax = np.concatenate([self.target_argmax[self.starts[i] : self.starts[i + 1]] for i in indices])
-        return StoredBatch.of([self.states.read_stored(index) for index in indices], torch.from_numpy(argmax))
+        stored = [self.states.read_stored(index) for index in indices]
+        return StoredBatch.of(stored, torch.from_numpy(argmax), self.form)
 
 
 def pack(tokens: np.ndarray, order: np.ndarray, batch_tokens: int) -> list[list[int]]:
@@ -185,9 +123,10 @@ class BatchStream:
             worker_init_fn=_leave_signals_to_the_trainer,
             generator=torch.Generator(),  # else it draws from the global one
         )
-        for batch in loader:
-            self.epoch, self.batch = asked.popleft()
-            yield batch.on(self.data.device)
+        placed = ((batch, asked.popleft()) for batch in loader)
+        for batch, position in on_device(placed, self.data.form):
+            self.epoch, self.batch = position
+            yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Where the next batch is."""

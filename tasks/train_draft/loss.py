@@ -1,61 +1,175 @@
-"""Soft cross-entropy of test-time training, and what counts as a right prediction (contract, section 4)."""
+"""Soft cross-entropy of test-time training, and what counts as a right prediction (contract, section 4).
 
-from collections.abc import Iterator, Sequence
+Step i at t learns from the target's distribution at s = t + 1 + i. So all steps that learn from one s are taken together:
+its distribution is computed once, a chunk of such sources at a time, and the gradient of a chunk is taken while its
+logits are there. Neither logits nor distributions are kept, and the backward only scales what is ready (the way of Liger
+Kernel's fused linear cross-entropy, Hsu et al. 2024, arXiv:2410.10989).
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
-from tasks.common.draft import Eagle3Draft
-from tasks.train_draft.data import Batch
+from tasks.common.kernels import Kernel, compiles_on
+from tasks.common.packing import PackedSamples, TttInputs
+from tasks.common.rows import round_up
 from tasks.train_draft.target_head import RestrictedHead
 
 # EAGLE-3: a later step of the chain counts only where the earlier ones were right.
 STEP_WEIGHT = 0.8
+# Bytes of a chunk's logits and their gradient: on a GPU large enough for its matrix products, on a CPU near its caches.
+_CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}
+# On a GPU chunks have two sizes, so that kernels are compiled for no more: this, where the bytes allow it, and a quarter.
+_CHUNK_SOURCES = 1024
 
 
 @dataclass(frozen=True)
-class StepLoss:
-    """What TTT step i gives on one batch.
+class Lessons:
+    """What K steps learn from the target, source by source.
 
     Attributes:
-        total: soft cross-entropy in nats, summed over the positions that give loss; scalar with gradient.
-        loss_positions: supervised positions whose target argmax the draft can propose.
-        supervised: supervised positions; all count in accuracy.
-        correct: positions where the draft's argmax is the target's.
+        sources: positions s whose distribution is learnt from, int64 [S].
+        labels: draft id of the target's argmax there, int64 [S].
+        learners: for each step the place of position s - 1 - i among the K x R outputs of all steps; K x R where there
+            is none: int64 [S, K].
+        loss_positions: of each step, int64 [K].
+        supervised: of each step, those whose target argmax the draft cannot propose included; int64 [K].
     """
 
-    total: torch.Tensor
-    loss_positions: int
-    supervised: int
-    correct: int
+    sources: torch.Tensor
+    labels: torch.Tensor
+    learners: torch.Tensor
+    loss_positions: torch.Tensor
+    supervised: torch.Tensor
 
+    @classmethod
+    def of(
+        cls, samples: PackedSamples, inputs: TttInputs, labels: torch.Tensor, device: torch.device | str
+    ) -> "Lessons":
+        """For samples on the CPU, in the form that `device` computes.
 
-def ttt_losses(draft: Eagle3Draft, head: RestrictedHead, batch: Batch, num_steps: int) -> Iterator[StepLoss]:
-    """Yield the loss of each TTT step 0..num_steps-1, on teacher-forced tokens.
-
-    Step i at t predicts x_{t+2+i} and learns from the target's distribution at t + 1 + i. A supervised
-    position whose target argmax lies outside the draft vocabulary gives no loss and counts as a miss.
-    """
-    samples = batch.samples
-    labels = head.draft_id(batch.target_argmax)
-    known = (labels >= 0).nonzero().squeeze(1)
-    distributions = head.distribution(samples.last[known])
-    for step, (rows, hidden) in enumerate(draft(samples, num_steps)):
-        supervised = samples.supervised(step)[rows]
-        source = samples.ahead(1 + step)[rows]
-        gives_loss = supervised & (labels[source] >= 0)
-        source = source[gives_loss]
-        logits = draft.logits(hidden[gives_loss])
-        wanted = distributions[torch.searchsorted(known, source)]
-        yield StepLoss(
-            total=-(wanted * logits.log_softmax(-1)).sum(),
-            loss_positions=len(source),
-            supervised=int(supervised.sum()),
-            # The largest logit is the label's: an argmax, at a fraction of its time on a CPU.
-            correct=int((logits.detach().gather(1, labels[source, None])[:, 0] == logits.detach().amax(-1)).sum()),
+        Args:
+            labels: draft id of the target's argmax at each position, -1 where it has none; int64 [T].
+        """
+        num_steps, num_rows = inputs.read_ids.shape
+        wanted = samples.supervised(-1) & (samples.positions > 0)  # some t <= s - 1 in the sample predicts x_{s+1}
+        sources = (wanted & (labels >= 0)).nonzero().squeeze(1)
+        steps = torch.arange(num_steps)
+        learns = samples.positions[sources, None] > steps
+        index = inputs.rows.index[: inputs.rows.count]
+        places = torch.searchsorted(index, (sources[:, None] - 1 - steps)) + steps * num_rows
+        learners = torch.where(learns, places, num_steps * num_rows)
+        supervised = torch.stack([samples.supervised(step).sum() for step in range(num_steps)])
+        counts, missing = learns.sum(0), 0
+        if compiles_on(device):
+            missing = round_up(max(len(sources), 1), _CHUNK_SOURCES // 4) - len(sources)
+        return cls(
+            F.pad(sources, (0, missing)),
+            F.pad(labels[sources], (0, missing)),
+            F.pad(learners, (0, 0, 0, missing), value=num_steps * num_rows),
+            counts,
+            supervised,
         )
 
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Lessons":
+        """`function` of every tensor: to a device, into pinned memory."""
+        return Lessons(*(function(tensor) for tensor in vars(self).values()))
 
-def weighted_loss(steps: Sequence[StepLoss]) -> torch.Tensor:
-    """Sum over steps of 0.8^i times the mean of step i over the positions that give loss."""
-    return sum(STEP_WEIGHT**i * step.total / max(step.loss_positions, 1) for i, step in enumerate(steps))
+
+def soft_cross_entropy(
+    hidden: torch.Tensor,
+    lm_head: torch.Tensor,
+    step_weights: torch.Tensor,
+    lessons: Lessons,
+    last: torch.Tensor,
+    target: RestrictedHead,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Loss of K steps against the target restricted to the draft vocabulary and renormalised there.
+
+    Args:
+        hidden: what the head reads at the rows of all steps, [K * R, H].
+        lm_head: [D, H], in the type of the parameters; its gradient is summed in that type.
+        step_weights: what the summed loss of each step counts, float32 [K].
+        last: the target's stored final states, [T, H].
+
+    Returns:
+        scalar with gradient: the steps' sums weighted; without: loss of each step in nats, summed over its loss
+        positions, float32 [K]; of those, where the draft's argmax is the target's, int64 [K].
+    """
+    return _SoftCrossEntropy.apply(hidden, lm_head, step_weights, lessons, last, target)
+
+
+class _SoftCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, lm_head, step_weights, lessons: Lessons, last, target: RestrictedHead):
+        num_steps, nowhere = len(step_weights), len(hidden)
+        head = lm_head.to(hidden.dtype)
+        totals = torch.zeros(num_steps, device=hidden.device)
+        right = torch.zeros(num_steps, dtype=torch.int64, device=hidden.device)
+        learning = ctx.needs_input_grad[0]
+        if learning:
+            d_hidden = hidden.new_zeros(nowhere + 1, hidden.shape[1])
+            d_head = torch.zeros_like(lm_head)
+        for chunk in _chunks(len(lessons.sources), num_steps, *head.shape[:1], hidden.device):
+            learners = lessons.learners[chunk].flatten()
+            x = hidden.index_select(0, learners.clamp(max=nowhere - 1))
+            logits = F.linear(x, head).view(-1, num_steps, len(head))
+            wanted = target.logits(last.index_select(0, lessons.sources[chunk]))
+            counts = (learners < nowhere).view(-1, num_steps)
+            losses, correct, d_logits = _of_chunk(
+                logits, wanted, lessons.labels[chunk], counts * step_weights, learning
+            )
+            totals += torch.where(counts, losses, 0).sum(0)
+            right += (correct & counts).sum(0)
+            if learning:
+                d_logits = d_logits.view(-1, len(head))
+                d_hidden.index_copy_(0, learners, d_logits @ head)
+                d_head += d_logits.T @ x
+        if learning:
+            ctx.save_for_backward(d_hidden[:nowhere], d_head)
+        ctx.mark_non_differentiable(totals, right)
+        return (totals * step_weights).sum(), totals, right
+
+    @staticmethod
+    def backward(ctx, d_loss, _totals, _right):
+        d_hidden, d_head = ctx.saved_tensors
+        return d_hidden * d_loss.to(d_hidden.dtype), d_head * d_loss, None, None, None, None
+
+
+@Kernel
+def _of_chunk(logits, wanted, labels, weights, learning: bool):
+    """Losses and hits of c sources, float32 and bool [c, K], and the gradient of the weighted losses to the logits.
+
+    Args:
+        logits: the draft's, [c, K, D]; wanted: the target's, [c, D].
+    """
+    z = logits.float()
+    shares = wanted.float().softmax(-1)[:, None]
+    log_sum = z.logsumexp(-1)
+    losses = log_sum - (shares * z).sum(-1)
+    if logits.dtype == torch.float32:
+        # The largest logit is the label's: an argmax, at a fraction of its time on a CPU.
+        correct = z.gather(2, labels[:, None, None].expand(-1, z.shape[1], 1))[..., 0] == z.amax(-1)
+    else:  # rounded logits tie
+        correct = z.argmax(-1) == labels[:, None]
+    if not learning:
+        return losses, correct, None
+    d_logits = (z - log_sum[..., None]).exp_().sub_(shares).mul_(weights[..., None])
+    return losses, correct, d_logits.to(logits.dtype)
+
+
+def _chunks(num_sources: int, num_steps: int, draft_vocab: int, device: torch.device) -> Iterator[slice]:
+    """Slices of the sources within the budget of bytes."""
+    width = 4 if device.type == "cpu" else 2
+    most = _CHUNK_BYTES[device.type] // (2 * width * num_steps * draft_vocab)
+    sizes = [max(1, most)]
+    if compiles_on(device):
+        small = _CHUNK_SOURCES // 4
+        sizes = [max(small, min(_CHUNK_SOURCES, most // small * small)), small]
+    start = 0
+    while start < num_sources:
+        size = next((size for size in sizes if start + size <= num_sources), num_sources - start)
+        yield slice(start, start + size)
+        start += size

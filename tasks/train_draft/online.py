@@ -19,6 +19,7 @@ from tasks.common.target_weights import TargetWeights
 from tasks.common.tracking import Tracker
 from tasks.gates.shard import ShardGate
 from tasks.train_draft.__main__ import train
+from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.induction import TrainingStates
 from tasks.train_draft.ring import RingStream
 from tasks.train_draft.source import TRAIN, Summary
@@ -42,7 +43,6 @@ class RingSource:
             ShardGate(params, contract, norm, HiddenStates(HIDDEN_STATES / "heldout")),
             seed=settings.seed,
             batch_tokens=settings.batch_tokens,
-            device=params.target.device,
         )
 
     def summary(self) -> Summary:
@@ -59,8 +59,8 @@ class RingSource:
     def first_states(self) -> TrainingStates:
         return self._stream.first_states()
 
-    def batches(self, head: TargetHead, cache: Path) -> RingStream:
-        return self._stream.with_targets_of(head)
+    def batches(self, head: TargetHead, cache: Path, form: BatchForm) -> RingStream:
+        return self._stream.with_targets_of(head, form)
 
 
 def main(params: Params, tracker: Tracker) -> None:

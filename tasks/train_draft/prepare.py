@@ -10,6 +10,7 @@ from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.params import Params
 from tasks.common.target import TargetShape, load_config, model_folder
 from tasks.common.target_weights import TargetWeights
+from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.checkpoints import Checkpoints
 from tasks.train_draft.data import DraftData
 from tasks.train_draft.initialise import initialise
@@ -43,19 +44,21 @@ def prepare_training(params: Params, folder: Path, open_source: OpenSource = Dum
     shares = coverage(vocab_map, counts)
     vocab_map.save(folder / "vocab_map.safetensors")
 
-    head = TargetHead(weights, shape, contract.last_is_normed, device)
-    batches = train.batches(head, checkpoints.folder)
+    head, dtype = TargetHead(weights, shape, contract.last_is_normed, device), settings.computed_in(device)
+    form = BatchForm.of(vocab_map, device, dtype, settings.ttt_length, settings.batch_tokens)
+    batches = train.batches(head, checkpoints.folder, form)
     argmax = cache_target_argmax(heldout, head, checkpoints.folder / "heldout_argmax.npy")
     draft = Eagle3Draft.for_target(shape, contract, settings.draft_vocab_size, weights.embed_tokens())
     start = weights if settings.init_from_target else None
     initialise(draft, vocab_map, settings.seed, shape, start, train.first_states)
     draft.to(device)
+    draft.embed_tokens = draft.embed_tokens.to(dtype)  # frozen: it needs no more than is computed with
     trainer = Trainer(
         draft,
-        RestrictedHead(head, vocab_map),
+        RestrictedHead(head, vocab_map, dtype),
         vocab_map,
         batches,
-        DraftData(heldout, argmax, settings.batch_tokens, device),
+        DraftData(heldout, argmax, settings.batch_tokens, form),
         settings,
         params.serve.num_steps,
         checkpoints,

@@ -9,12 +9,12 @@ import torch
 
 from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import Sample
-from tasks.common.packing import PackedSamples
 from tasks.common.ring import consume, forget_freed
 from tasks.common.shard import StoredShard
 from tasks.common.shard_layout import ShardPlan
 from tasks.common.storage import decode
-from tasks.train_draft.data import Batch, StoredBatch, StoredSample, pack
+from tasks.train_draft.batch import Batch, BatchForm, StoredBatch, StoredSample
+from tasks.train_draft.data import pack
 from tasks.train_draft.induction import MAX_TOKENS, TrainingStates, without_first_tokens
 from tasks.train_draft.target_head import TargetHead
 
@@ -34,7 +34,6 @@ class RingStream:
         *,
         seed: int,
         batch_tokens: int,
-        device: str,
     ):
         """
         Args:
@@ -43,10 +42,11 @@ class RingStream:
         """
         self.folder, self.seed, self.epoch = folder, seed, 0
         self._plans, self._check = plans, check
-        self._batch_tokens, self._device = batch_tokens, device
+        self._batch_tokens = batch_tokens
         self._shards = self._consume()
         self._first: tuple[ShardPlan, StoredShard] | None = None
         self._head: TargetHead | None = None
+        self._form: BatchForm | None = None
 
     def first_states(self) -> TrainingStates:
         """Of the first shard that is not freed, about `MAX_TOKENS` tokens at most; it is trained on all the same."""
@@ -62,9 +62,9 @@ class RingStream:
                 break
         return without_first_tokens(samples)
 
-    def with_targets_of(self, head: TargetHead) -> "RingStream":
-        """Take the target's greedy tokens from `head`, a batch at a time."""
-        self._head = head
+    def with_targets_of(self, head: TargetHead, form: BatchForm) -> "RingStream":
+        """Take the target's greedy tokens from `head`, a sample at a time; give batches `form`."""
+        self._head, self._form = head, form
         return self
 
     def __iter__(self) -> Iterator[Batch]:
@@ -78,9 +78,8 @@ class RingStream:
             order = np.random.default_rng((self.seed, self.epoch, number)).permutation(usable).astype(int)
             for indices in pack(np.diff(plan.offsets), order, self._batch_tokens):
                 stored = [_stored_sample(plan, shard, index) for index in indices]
-                tokens = sum(sample.num_tokens for sample, _, _ in stored)
-                samples = StoredBatch.of(stored, torch.full((tokens,), -1)).on(self._device).samples
-                yield Batch(samples, target_argmax(samples, self._head))
+                greedy = [self._head.greedy(s.loss_mask, decode(s.last, last_scale)) for s, _, last_scale in stored]
+                yield StoredBatch.of(stored, torch.cat(greedy), self._form).on(self._form.device, self._form.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """The shards themselves say where the next batch is."""
@@ -104,17 +103,6 @@ class RingStream:
                 f"`python -m tasks.dump_hidden_states`.",
                 flush=True,
             )
-
-
-@torch.no_grad()
-def target_argmax(samples: PackedSamples, head: TargetHead) -> torch.Tensor:
-    """The target's greedy token at each position that predicts one of the assistant's, -1 elsewhere: int64 [T]."""
-    place = torch.arange(samples.num_tokens, device=samples.input_ids.device)
-    predicts = (place + 1 < samples.ends) & samples.loss_mask[samples.ahead(1)]
-    argmax = torch.full_like(samples.input_ids, -1)
-    if predicts.any():
-        argmax[predicts] = head.argmax(samples.last[predicts].to(head.lm_head.dtype))
-    return argmax
 
 
 def _stored_sample(plan: ShardPlan, shard: StoredShard, index: int) -> StoredSample:

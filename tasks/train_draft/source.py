@@ -11,6 +11,7 @@ from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.params import PARAMS, Params
+from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.data import BatchStream, DraftData
 from tasks.train_draft.induction import TrainingStates, training_states
 from tasks.train_draft.ring import RingStream
@@ -45,7 +46,7 @@ class Source(Protocol):
     def first_states(self) -> TrainingStates:
         """What the induction head is fitted to."""
 
-    def batches(self, head: TargetHead, cache: Path) -> BatchStream | RingStream:
+    def batches(self, head: TargetHead, cache: Path, form: BatchForm) -> BatchStream | RingStream:
         """Batches without end; `head` says what the target's greedy tokens are, `cache` may keep them."""
 
 
@@ -77,8 +78,8 @@ class DumpedSource:
     def first_states(self) -> TrainingStates:
         return training_states(self.states)
 
-    def batches(self, head: TargetHead, cache: Path) -> BatchStream:
+    def batches(self, head: TargetHead, cache: Path, form: BatchForm) -> BatchStream:
         settings = self._params.train_draft
         argmax = cache_target_argmax(self.states, head, cache / "train_argmax.npy")
-        data = DraftData(self.states, argmax, settings.batch_tokens, self._params.target.device)
+        data = DraftData(self.states, argmax, settings.batch_tokens, form)
         return BatchStream(data, settings.seed, settings.data_workers)

@@ -7,7 +7,7 @@ from torch import nn
 
 from tasks.common.draft import Eagle3Draft
 from tasks.train_draft.data import Batch
-from tasks.train_draft.loss import STEP_WEIGHT, ttt_losses
+from tasks.train_draft.loss import STEP_WEIGHT, soft_cross_entropy
 from tasks.train_draft.target_head import RestrictedHead
 
 
@@ -29,19 +29,14 @@ class StepSums:
 
 
 class TttLoss(nn.Module):
-    """Loss of test-time training as one module, so that what hooks a forward (DDP, FSDP2) sees all of it."""
+    """Loss of test-time training as one module, so that what hooks a forward (DDP, FSDP2) sees all of it.
 
-    def __init__(self, draft: Eagle3Draft, head: RestrictedHead, num_steps: int):
+    It computes in the type of the target's head; parameters and their gradients keep theirs.
+    """
+
+    def __init__(self, draft: Eagle3Draft, head: RestrictedHead, recompute_activations: bool = False):
         super().__init__()
-        self.draft, self.head, self.num_steps = draft, head, num_steps
-
-    def loss_positions(self, batch: Batch) -> torch.Tensor:
-        """Positions of `batch` that give loss at each step, int64 [K] on its device; known before any computation."""
-        labels = self.head.draft_id(batch.target_argmax)
-        steps = range(self.num_steps)
-        return torch.stack(
-            [(batch.samples.supervised(step) & (labels[batch.samples.ahead(1 + step)] >= 0)).sum() for step in steps]
-        )
+        self.draft, self.head, self.recompute_activations = draft, head, recompute_activations
 
     def forward(self, batch: Batch, loss_positions: torch.Tensor) -> tuple[torch.Tensor, StepSums]:
         """Sum over steps of 0.8^i times the loss of step i over `loss_positions[i]` (contract, section 4).
@@ -52,16 +47,18 @@ class TttLoss(nn.Module):
         Returns:
             scalar with gradient, and the sums of this batch.
         """
-        device = batch.target_argmax.device
-        loss, of_steps = torch.zeros((), device=device), []
-        for step, found in enumerate(ttt_losses(self.draft, self.head, batch, self.num_steps)):
-            loss = loss + STEP_WEIGHT**step * found.total / loss_positions[step].clamp(min=1)
-            counts = torch.tensor([found.loss_positions, found.supervised, found.correct], device=device)
-            of_steps.append((found.total.detach(), counts))
-        missing = self.num_steps - len(of_steps)
-        of_steps += [(torch.zeros((), device=device), torch.zeros(3, dtype=torch.int64, device=device))] * missing
-        totals, counts = zip(*of_steps, strict=True)
-        return loss, StepSums(torch.stack(totals), *torch.stack(counts).unbind(1))
+        lessons = batch.lessons
+        of_steps = self.draft.unroll(batch.inputs, batch.samples.aux, self.recompute_activations)
+        steps = torch.arange(len(of_steps), device=loss_positions.device)
+        loss, totals, correct = soft_cross_entropy(
+            torch.stack(of_steps).flatten(0, 1),
+            self.draft.lm_head.weight,
+            STEP_WEIGHT**steps / loss_positions.clamp(min=1),
+            lessons,
+            batch.samples.last,
+            self.head,
+        )
+        return loss, StepSums(totals, lessons.loss_positions, lessons.supervised, correct)
 
 
 class TrainStep:
@@ -71,9 +68,13 @@ class TrainStep:
         module: the `TttLoss`; may be replaced by what wraps it (DDP).
     """
 
-    def __init__(self, draft: Eagle3Draft, head: RestrictedHead, num_steps: int):
-        self.module: nn.Module = TttLoss(draft, head, num_steps)
-        self.loss_positions = self.module.loss_positions
+    def __init__(self, draft: Eagle3Draft, head: RestrictedHead, recompute_activations: bool = False):
+        self.module: nn.Module = TttLoss(draft, head, recompute_activations)
+
+    @staticmethod
+    def loss_positions(batch: Batch) -> torch.Tensor:
+        """Positions of `batch` that give loss at each step, int64 [K] on its device; known before any computation."""
+        return batch.lessons.loss_positions
 
     def __call__(self, batch: Batch, loss_positions: torch.Tensor | None = None) -> tuple[torch.Tensor, StepSums]:
         """Run one batch.

@@ -25,34 +25,52 @@ class TargetHead:
         self.norm = None if last_is_normed else weights.final_norm().to(device)
         self.eps = shape.rms_norm_eps
 
-    def normed(self, last: torch.Tensor) -> torch.Tensor:
-        """Stored last states [n, H] -> what the head reads."""
-        return last if self.norm is None else F.rms_norm(last, self.norm.shape, self.norm, self.eps)
-
     @torch.no_grad()
     def argmax(self, last: torch.Tensor) -> torch.Tensor:
         """The target's greedy next token after each stored last state [n, H], over all V tokens: int64 [n]."""
-        chunks = self.normed(last).split(max(1, _LOGITS_AT_ONCE // len(self.lm_head)))
+        states = normed(last.to(self.lm_head.device, self.lm_head.dtype), self.norm, self.eps)
+        chunks = states.split(max(1, _LOGITS_AT_ONCE // len(self.lm_head)))
         return torch.cat([F.linear(chunk, self.lm_head).argmax(-1) for chunk in chunks])
+
+    def greedy(self, loss_mask: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """The target's greedy token at each position of a sample that predicts one of the assistant's, -1 elsewhere.
+
+        Args:
+            loss_mask: [T]; last: its stored last states, [T, H].
+
+        Returns:
+            int64 [T] on the CPU.
+        """
+        tokens = torch.full((len(loss_mask),), -1)
+        predicting = loss_mask[1:].bool().nonzero().squeeze(1)
+        if len(predicting):
+            tokens[predicting] = self.argmax(last[predicting]).cpu()
+        return tokens
+
+
+def normed(last: torch.Tensor, norm: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """Stored last states [n, H] -> what the head reads; `norm` is None where they are behind the final norm."""
+    return last if norm is None else F.rms_norm(last, norm.shape, norm, eps)
 
 
 class RestrictedHead:
     """The target's distribution over the draft vocabulary, renormalised there: what the draft learns to imitate."""
 
-    def __init__(self, head: TargetHead, vocab_map: VocabMap):
+    def __init__(self, head: TargetHead, vocab_map: VocabMap, dtype: torch.dtype = torch.float32):
+        """
+        Args:
+            dtype: that training computes in.
+        """
         device = head.lm_head.device
-        self.normed = head.normed
-        self.rows = head.lm_head[vocab_map.target_ids.to(device)]
-        self.draft_ids = vocab_map.draft_ids.to(device)
+        whole = len(vocab_map.target_ids) == len(head.lm_head)
+        self.rows = (head.lm_head if whole else head.lm_head[vocab_map.target_ids.to(device)]).to(dtype)
+        self.norm = None if head.norm is None else head.norm.to(dtype)
+        self.eps = head.eps
 
     @torch.no_grad()
-    def distribution(self, last: torch.Tensor) -> torch.Tensor:
-        """Stored last states [n, H] -> probabilities [n, D]."""
-        return F.linear(self.normed(last), self.rows).softmax(-1)
-
-    def draft_id(self, target_id: torch.Tensor) -> torch.Tensor:
-        """Draft id of each target id; -1 where the draft cannot propose it, and for -1."""
-        return torch.where(target_id >= 0, self.draft_ids[target_id], -1)
+    def logits(self, last: torch.Tensor) -> torch.Tensor:
+        """Stored last states [n, H] -> logits [n, D], in the type of the head."""
+        return F.linear(normed(last.to(self.rows.dtype), self.norm, self.eps), self.rows)
 
 
 def cache_target_argmax(states: HiddenStates, head: TargetHead, path: Path) -> np.ndarray:
@@ -70,14 +88,12 @@ def cache_target_argmax(states: HiddenStates, head: TargetHead, path: Path) -> n
         total = int(states.tokens.sum())
         partial = path.with_name(f".{path.name}.partial")
         argmax = np.lib.format.open_memmap(partial, mode="w+", dtype=np.int32, shape=(total,))
-        argmax[:] = -1
         start = 0
         with progress(total=total, desc=path.stem.replace("_", " "), unit="token") as bar:
             for index in range(len(states)):
                 sample = states.read(index)
-                predicting = sample.loss_mask[1:].bool().nonzero().squeeze(1)
-                last = sample.last[predicting].to(head.lm_head.device, head.lm_head.dtype)
-                argmax[start + predicting.numpy()] = head.argmax(last).cpu().numpy() if len(last) else []
+                tokens = head.greedy(sample.loss_mask, sample.last)
+                argmax[start : start + sample.num_tokens] = tokens.numpy()
                 start += sample.num_tokens
                 bar.update(sample.num_tokens)
         argmax.flush()

@@ -54,7 +54,7 @@ class Trainer:
             num_steps: tokens drafted a round when served; predicted acceptance length is for this chain.
         """
         self.draft, self.head, self.vocab_map = draft, head, vocab_map
-        self.train_step = TrainStep(draft, head, params.ttt_length)
+        self.train_step = TrainStep(draft, head, params.recompute_activations)
         self.heldout = heldout
         self.params, self.num_steps, self.checkpoints = params, num_steps, checkpoints
         self.optimizer = torch.optim.AdamW(
@@ -102,7 +102,7 @@ class Trainer:
             step=self.step,
             loss=loss.item(),
             accuracy_by_position=(sums.correct / sums.supervised.clamp(min=1)).tolist(),
-            tokens=batch.samples.num_tokens,
+            tokens=batch.num_tokens,
             heldout=self._measure() if due else None,
         )
 

@@ -7,6 +7,7 @@ import torch
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import Sample
+from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.data import BatchStream, DraftData, Share, pack
 from tests.stored import write_split
 
@@ -33,8 +34,9 @@ def make_data(
         ids = torch.randint(50, (tokens,), dtype=torch.int32)
         samples.append(Sample(f"s{number}", ids, mask, torch.randn(tokens, 2, 4), torch.randn(tokens, 4)))
     half = len(samples) // 2
+    form = BatchForm("cpu", torch.float32, 3, torch.arange(sum(lengths)), batch_tokens)
     states = write_split(folder, CONTRACT, [samples[:half], samples[half:]], storage_dtype)
-    return DraftData(states, np.arange(sum(lengths), dtype=np.int32), batch_tokens, "cpu")
+    return DraftData(states, np.arange(sum(lengths), dtype=np.int32), batch_tokens, form)
 
 
 def test_an_epoch_holds_every_sample_once(tmp_path):

@@ -4,16 +4,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tasks.common import draft as draft_module
 from tasks.common.draft import Eagle3Draft
+from tasks.common.draft_layer import finish
 from tasks.common.files import write_json
 from tasks.common.hidden_states import HiddenStates, Sample
-from tasks.common.packing import PackedSamples
 from tasks.common.params import ContractParams
 from tasks.common.target import TargetShape, load_config, target_contract
 from tasks.common.target_weights import TargetWeights
 from tasks.common.vocab_map import VocabMap
 from tasks.train_draft.induction import training_states
 from tasks.train_draft.initialise import initialise
+from tests.reference import make_batch
 from tests.stored import write_split
 
 VOCAB_MAP = VocabMap(torch.arange(3, 103, 2), 320, "test")
@@ -44,14 +46,17 @@ def new_draft(shape: TargetShape, weights: TargetWeights | None = None) -> Eagle
     return Eagle3Draft.for_target(shape, target_contract(ContractParams()), 50, embeddings)
 
 
-def share_copied(draft: Eagle3Draft, samples: PackedSamples, head: torch.Tensor) -> float:
+def share_copied(draft: Eagle3Draft, samples: list[Sample], head: torch.Tensor) -> float:
     """How often the attention alone points at x_{t+2}, over positions whose x_{t+1} was seen before."""
-    attended, layer = [], draft.midlayer
-    layer.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[1]))
-    (rows, _), *_ = draft(samples, 1)
-    second = samples.positions[rows] >= 14
-    wanted = samples.input_ids[samples.ahead(2)[rows[second]]]
-    return ((attended[0][second] @ head.T).argmax(-1) == wanted).float().mean().item()
+    attended, batch = [], make_batch(samples, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_module, "finish", lambda mixed, *rest: attended.append(mixed) or finish(mixed, *rest))
+        draft.unroll(batch.inputs, batch.samples.aux)
+    rows, packed = batch.inputs.rows.index, batch.samples
+    second = packed.positions[rows] >= 14
+    wanted = packed.input_ids[packed.ahead(2)[rows[second]]]
+    pointed = attended[0].flatten(1)[second] @ draft.midlayer.self_attn.o_proj.weight.T
+    return ((pointed @ head.T).argmax(-1) == wanted).float().mean().item()
 
 
 def tied_folder(tmp_path, tiny_model_folder):
@@ -97,7 +102,7 @@ def test_fc_starts_by_choosing_the_last_slot(shape, tiny_model_folder, states):
     draft, aux = new_draft(shape, weights), torch.randn(500, 3 * 64, generator=torch.Generator().manual_seed(0))
     initialise(draft, VOCAB_MAP, 0, shape, weights, lambda: training_states(states))
     aux[:, :64] = 0
-    chosen = draft.fc(aux) * aux[:, 128:]
+    chosen = aux @ draft.fc.weight.T * aux[:, 128:]
     assert 0.7 < chosen.sum() / aux[:, 128:].pow(2).sum() < 0.9
 
 
@@ -107,7 +112,7 @@ def test_attention_starts_by_copying_what_followed_the_last_time(
     tmp_path, shape, tiny_model_folder, states, tied, least
 ):
     weights = TargetWeights(tied_folder(tmp_path, tiny_model_folder)[0] if tied else tiny_model_folder)
-    samples = PackedSamples.of([states.read(index) for index in range(20)])
+    samples = [states.read(index) for index in range(20)]
     shares = []
     for start in (None, weights):
         draft = new_draft(shape, weights)

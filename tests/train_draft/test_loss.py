@@ -1,126 +1,90 @@
-"""Soft cross-entropy over the draft vocabulary, against sums written out position by position in float64."""
+"""What gives loss, what counts in accuracy, and what the loss is divided by; the numbers are in test_reference.py."""
 
 import pytest
 import torch
 
-from tasks.common.draft import DraftConfig, Eagle3Draft
-from tasks.common.hidden_states import Sample
-from tasks.common.packing import PackedSamples
-from tasks.common.vocab_map import VocabMap
-from tasks.train_draft.data import Batch
-from tasks.train_draft.loss import ttt_losses, weighted_loss
-from tasks.train_draft.target_head import RestrictedHead, TargetHead
-
-VOCAB, HIDDEN = 30, 12
-
-
-class Weights:
-    """A target of random head and norm."""
-
-    def __init__(self):
-        self.head, self.norm = torch.randn(VOCAB, HIDDEN), torch.rand(HIDDEN) + 0.5
-
-    def lm_head(self):
-        return self.head
-
-    def final_norm(self):
-        return self.norm
+from tasks.train_draft import loss
+from tasks.train_draft.step import TrainStep, TttLoss
+from tests.reference import (
+    VOCAB,
+    RandomTarget,
+    make_batch,
+    make_draft,
+    make_map,
+    make_sample,
+    own_head,
+)
 
 
-class Shape:
-    rms_norm_eps = 1e-5
-
-
-def setup(draft_vocab: int, normed: bool = True):
+def setup(draft_vocab: int = 12):
+    """A step, and what makes a batch of samples for it."""
     torch.manual_seed(0)
-    config = DraftConfig(
-        HIDDEN, 16, 2, 1, 6, 2, VOCAB, draft_vocab, 1e-5, {"rope_type": "default", "rope_theta": 10.0}, 64
-    )
-    draft = Eagle3Draft(config, torch.randn(VOCAB, HIDDEN))
-    for parameter in draft.parameters():
-        torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.4)
-    vocab_map = VocabMap(torch.randperm(VOCAB)[:draft_vocab].sort().values, VOCAB, "test")
-    target_head = TargetHead(Weights(), Shape(), normed, "cpu")
-    samples = []
-    for name, prompt, answer in (("a", 3, 6), ("b", 1, 4)):
-        tokens = prompt + answer
-        samples.append(
-            Sample(
-                name,
-                torch.randint(VOCAB, (tokens,), dtype=torch.int32),
-                torch.tensor([0] * prompt + [1] * answer, dtype=torch.uint8),
-                torch.randn(tokens, 2, HIDDEN),
-                torch.randn(tokens, HIDDEN),
-            )
-        )
-    packed = PackedSamples.of(samples)
-    argmax = torch.where(packed.supervised(-1), target_head.argmax(packed.last), -1)
-    return draft, target_head, vocab_map, Batch(packed, argmax)
-
-
-def positions(batch: Batch, step: int):
-    """(row on the token axis, position whose distribution it learns) of every supervised position, by hand."""
-    for start, end in batch.samples.bounds:
-        for t in range(start, end):
-            if t + 2 + step < end and batch.samples.loss_mask[t + 2 + step]:
-                yield t, t + 1 + step
-
-
-@pytest.mark.parametrize("draft_vocab", [12, VOCAB])
-def test_loss_is_the_mean_over_positions_that_give_loss(draft_vocab):
-    draft, target_head, vocab_map, batch = setup(draft_vocab)
-    outputs = list(draft(batch.samples, 3))
-    total = 0.0
-    for step, found in enumerate(ttt_losses(draft, RestrictedHead(target_head, vocab_map), batch, 3)):
-        rows, hidden = outputs[step]
-        losses, right, supervised = [], 0, 0
-        for t, source in positions(batch, step):
-            supervised += 1
-            target = target_head.lm_head.double() @ batch.samples.last[source].double()
-            if int(target.argmax()) not in vocab_map.target_ids:
-                continue
-            logits = draft.logits(hidden[rows == t])[0].double()
-            wanted = target[vocab_map.target_ids].softmax(-1)
-            losses.append(-(wanted * logits.log_softmax(-1)).sum())
-            right += int(vocab_map.target_ids[logits.argmax()]) == int(target.argmax())
-        assert (found.supervised, found.loss_positions, found.correct) == (supervised, len(losses), right)
-        total += 0.8**step * sum(losses) / len(losses)
-    found = weighted_loss(list(ttt_losses(draft, RestrictedHead(target_head, vocab_map), batch, 3)))
-    torch.testing.assert_close(found.double(), total, rtol=1e-5, atol=1e-5)
+    target, draft, vocab_map = RandomTarget(), make_draft(draft_vocab), make_map(draft_vocab)
+    step = TrainStep(draft, own_head(target, vocab_map))
+    return draft, step, vocab_map, lambda samples, steps=3: make_batch(samples, steps, target, vocab_map)
 
 
 def test_argmax_outside_the_draft_vocabulary_gives_no_loss_and_counts_as_a_miss():
-    draft, target_head, vocab_map, batch = setup(draft_vocab=12)
-    known = {int(t) for t in vocab_map.target_ids}
-    outside = torch.tensor([int(token) >= 0 and int(token) not in known for token in batch.target_argmax])
-    assert outside.any()
-    (found,) = ttt_losses(draft, RestrictedHead(target_head, vocab_map), batch, 1)
-    inside = [source for _, source in positions(batch, 0) if not outside[source]]
-    assert found.loss_positions == len(inside) < found.supervised
-    assert found.correct <= len(inside)
+    _, step, vocab_map, batch_of = setup()
+    batch = batch_of([make_sample("a", 3, 9)], 1)
+    written = batch.target_argmax[2:11]
+    inside = torch.isin(written, vocab_map.target_ids)
+    assert 0 < inside.sum() < len(written)
+    _, sums = step(batch)
+    assert sums.supervised.tolist() == [9]
+    assert sums.loss_positions.tolist() == [inside.sum()]
+    assert sums.correct.tolist()[0] <= inside.sum()
 
 
-def test_the_frozen_norm_is_applied_exactly_when_the_stored_state_is_before_it():
-    _, normed, _, batch = setup(VOCAB, normed=True)
-    _, before, _, _ = setup(VOCAB, normed=False)
-    last = batch.samples.last
-    assert torch.equal(normed.normed(last), last)
-    expected = last / (last.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * before.norm
-    torch.testing.assert_close(before.normed(last), expected)
+def test_nothing_supervised_is_no_loss_and_no_gradient():
+    draft, step, _, batch_of = setup()
+    found, sums = step(batch_of([make_sample("a", 5, 0)]))
+    assert found == 0
+    assert sums.supervised.tolist() == sums.loss_positions.tolist() == [0, 0, 0]
+    assert all(not parameter.grad.any() for parameter in draft.parameters())
 
 
-def test_loss_does_not_depend_on_how_samples_are_packed():
-    draft, target_head, vocab_map, batch = setup(draft_vocab=20)
-    head = RestrictedHead(target_head, vocab_map)
-    together = list(ttt_losses(draft, head, batch, 3))
-    parts = []
-    for start, end in batch.samples.bounds:
-        alone = PackedSamples(
-            ("x",),
-            ((0, end - start),),
-            *(getattr(batch.samples, name)[start:end] for name in ("input_ids", "loss_mask", "aux", "last")),
-        )
-        parts.append(list(ttt_losses(draft, head, Batch(alone, batch.target_argmax[start:end]), 3)))
-    for step, whole in enumerate(together):
-        torch.testing.assert_close(whole.total, sum(part[step].total for part in parts))
-        assert whole.loss_positions == sum(part[step].loss_positions for part in parts)
+def test_sums_do_not_depend_on_how_samples_are_packed():
+    _, step, _, batch_of = setup(20)
+    samples = [make_sample("a", 3, 6), make_sample("b", 1, 4), make_sample("c", 4, 2, turns=2)]
+    _, together = step(batch_of(samples))
+    alone = [step(batch_of([sample]))[1] for sample in samples]
+    torch.testing.assert_close(together.loss, sum(sums.loss for sums in alone))
+    for name in ("loss_positions", "supervised", "correct"):
+        assert torch.equal(getattr(together, name), sum(getattr(sums, name) for sums in alone))
+
+
+def test_gradients_of_two_batches_over_their_joint_positions_are_those_of_one_joint_batch():
+    draft, step, _, batch_of = setup(VOCAB)
+    first, second = [make_sample("a", 3, 6)], [make_sample("b", 1, 4), make_sample("c", 2, 8)]
+    joint, _ = step(batch_of(first + second))
+    expected = [parameter.grad.clone() for parameter in draft.parameters()]
+    draft.zero_grad()
+    batches = [batch_of(first), batch_of(second)]
+    positions = sum(step.loss_positions(batch) for batch in batches)
+    losses = [step(batch, positions)[0] for batch in batches]
+    torch.testing.assert_close(sum(losses), joint)
+    for parameter, gradient in zip(draft.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_frozen_norm_is_applied_exactly_when_the_stored_state_is_before_it(normed):
+    torch.manual_seed(1)
+    target, last = RandomTarget(last_is_normed=normed), torch.randn(7, 16)
+    expected = target.logits(last)
+    torch.testing.assert_close(own_head(target, make_map(VOCAB)).logits(last).double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(target.own_head().argmax(last), expected.argmax(-1))
+
+
+def test_without_gradient_the_same_sums_are_found_and_none_is_computed(monkeypatch):
+    draft, step, _, batch_of = setup()
+    batch = batch_of([make_sample("a", 3, 6)])
+    _, expected = step(batch)
+    asked, real = [], loss._of_chunk
+    monkeypatch.setattr(loss, "_of_chunk", lambda *args: asked.append(args[-1]) or real(*args))
+    with torch.no_grad():
+        found, sums = TttLoss(draft, step.module.head)(batch, batch.lessons.loss_positions)
+    assert asked == [False]
+    assert not found.requires_grad
+    assert torch.equal(sums.loss, expected.loss) and torch.equal(sums.correct, expected.correct)

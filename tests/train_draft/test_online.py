@@ -13,6 +13,7 @@ from tasks.common.responses import RESPONSES, Response
 from tasks.common.target import TargetShape, load_config, load_model, model_folder, target_contract
 from tasks.common.target_weights import TargetWeights
 from tasks.dump_hidden_states.dump import dump
+from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.data import DraftData
 from tasks.train_draft.online import RingSource
 from tasks.train_draft.prepare import prepare_training, write_result
@@ -112,11 +113,12 @@ def test_an_epoch_of_the_ring_is_every_sample_once_with_the_targets_of_the_cache
     weights, shape = TargetWeights(model_folder(params.target)), TargetShape.of(load_config())
     head = TargetHead(weights, shape, True, "cpu")
     states = HiddenStates(TRAIN)
-    data = DraftData(states, cache_target_argmax(states, head, tmp_path / "argmax.npy"), 64, "cpu")
+    form = BatchForm("cpu", torch.float32, 3, torch.arange(320), 64)
+    data = DraftData(states, cache_target_argmax(states, head, tmp_path / "argmax.npy"), 64, form)
     cached = {name: data.read([index]) for index, name in enumerate(states.ids)}
     dump(params)  # online: nothing is left to compute
     source, seen = RingSource(params), []
-    for batch in source.batches(head, tmp_path):
+    for batch in source.batches(head, tmp_path, form):
         for name, (start, end) in zip(batch.samples.sample_ids, batch.samples.bounds, strict=True):
             assert torch.equal(batch.target_argmax[start:end], cached[name].target_argmax)
             assert torch.equal(batch.samples.aux[start:end], cached[name].samples.aux)
@@ -134,7 +136,7 @@ def test_a_second_epoch_waits_for_another_dump(make_params, capsys, tmp_path):
     dump(params)
     source = RingSource(params)
     head = TargetHead(TargetWeights(model_folder(params.target)), TargetShape.of(load_config()), True, "cpu")
-    batches = iter(source.batches(head, tmp_path))
+    batches = iter(source.batches(head, tmp_path, BatchForm("cpu", torch.float32, 3, torch.arange(320), 64)))
     seen: list[str] = []
     while len(seen) < 12:
         seen += next(batches).samples.sample_ids
