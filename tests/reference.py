@@ -2,15 +2,17 @@
 TTT step from scratch, explicit masks, nothing cached; and small random drafts, samples and targets to compare it on."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from tasks.common import draft_layer, kernels, past_attention
 from tasks.common.draft import DraftConfig, Eagle3Draft
 from tasks.common.hidden_states import Sample
 from tasks.common.vocab_map import VocabMap
+from tasks.train_draft import loss
 from tasks.train_draft.batch import Batch, BatchForm, StoredBatch
 from tasks.train_draft.target_head import RestrictedHead, TargetHead
 
@@ -211,6 +213,7 @@ def make_batch(
     target: RandomTarget | None = None,
     vocab_map: VocabMap | None = None,
     batch_tokens: int = 1,
+    dtype: torch.dtype = torch.float32,
 ) -> Batch:
     """Packed as training packs them.
 
@@ -218,12 +221,30 @@ def make_batch(
         target: by default one that predicts token 0 everywhere.
         batch_tokens: multiple that the token axis is padded to, where kernels are compiled.
     """
-    form = BatchForm.of(vocab_map or make_map(VOCAB), "cpu", torch.float32, num_steps, batch_tokens)
+    form = BatchForm.of(vocab_map or make_map(VOCAB), "cpu", dtype, num_steps, batch_tokens)
     nothing = [torch.where(F.pad(sample.loss_mask[1:], (0, 1)) > 0, 0, -1) for sample in samples]
     greedy = [target.own_head().greedy(sample.loss_mask, sample.last) for sample in samples] if target else nothing
     stored = [(sample, None, None) for sample in samples]
-    return StoredBatch.of(stored, torch.cat(greedy), form).on("cpu", torch.float32)
+    return StoredBatch.of(stored, torch.cat(greedy), form).on("cpu", dtype)
 
 
-def own_head(target: RandomTarget, vocab_map: VocabMap) -> RestrictedHead:
-    return RestrictedHead(target.own_head(), vocab_map)
+def own_head(target: RandomTarget, vocab_map: VocabMap, dtype: torch.dtype = torch.float32) -> RestrictedHead:
+    return RestrictedHead(target.own_head(), vocab_map, dtype)
+
+
+def on_the_path_of_a_gpu(monkeypatch, compiler: Callable = lambda function, **_: function) -> None:
+    """Pad, and attend by flex_attention over tiles, on a CPU.
+
+    Args:
+        compiler: in place of torch.compile; by default nothing is compiled.
+    """
+    from torch.nn.attention import flex_attention
+
+    monkeypatch.setattr(kernels, "COMPILED_ON", {"cuda", "cpu"})
+    monkeypatch.setattr(torch, "compile", compiler)
+    for module in (draft_layer, past_attention, loss):
+        for value in vars(module).values():
+            if isinstance(value, kernels.Kernel):
+                monkeypatch.setattr(value, "_compiled", None)
+    # It refuses gradients on a CPU, where its plain form computes them.
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)

@@ -128,14 +128,15 @@ class _SoftCrossEntropy(torch.autograd.Function):
                 d_hidden.index_copy_(0, learners, d_logits @ head)
                 d_head += d_logits.T @ x
         if learning:
-            ctx.save_for_backward(d_hidden[:nowhere], d_head)
+            ctx.gradients = d_hidden[:nowhere], d_head
         ctx.mark_non_differentiable(totals, right)
         return (totals * step_weights).sum(), totals, right
 
     @staticmethod
     def backward(ctx, d_loss, _totals, _right):
-        d_hidden, d_head = ctx.saved_tensors
-        return d_hidden * d_loss.to(d_hidden.dtype), d_head * d_loss, None, None, None, None
+        d_hidden, d_head = ctx.gradients
+        del ctx.gradients  # scaled in place, once
+        return d_hidden.mul_(d_loss), d_head.mul_(d_loss), None, None, None, None
 
 
 @Kernel

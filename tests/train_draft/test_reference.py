@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tasks.common import kernels, past_attention
+from tasks.common import kernels
 from tasks.train_draft import loss
 from tasks.train_draft.step import TrainStep
 from tests.reference import (
@@ -15,6 +15,7 @@ from tests.reference import (
     make_batch,
     make_draft,
     make_map,
+    on_the_path_of_a_gpu,
     own_head,
     reference_sums,
     sample_of,
@@ -44,25 +45,7 @@ CASES = [
 def path(request, monkeypatch):
     """`by sample`, as on a CPU; `tiles`: padded, with flex_attention, as on a GPU, but nothing is compiled."""
     if request.param == "tiles":
-        compiled_as_a_gpu_compiles(monkeypatch, lambda function, **_: function)
-
-
-def compiled_as_a_gpu_compiles(monkeypatch, compiler) -> None:
-    from torch.nn.attention import flex_attention
-
-    monkeypatch.setattr(kernels, "COMPILED_ON", {"cuda", "cpu"})
-    monkeypatch.setattr(torch, "compile", compiler)
-    for kernel in all_kernels():
-        monkeypatch.setattr(kernel, "_compiled", None)
-    # It refuses gradients on a CPU, where its plain form computes them.
-    monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
-
-
-def all_kernels() -> list[kernels.Kernel]:
-    from tasks.common import draft_layer
-
-    named = (vars(module).values() for module in (draft_layer, past_attention, loss))
-    return [value for values in named for value in values if isinstance(value, kernels.Kernel)]
+        on_the_path_of_a_gpu(monkeypatch)
 
 
 def random_masks(generator: random.Random, count: int) -> list[list[int]]:
@@ -104,3 +87,40 @@ def test_a_step_equals_the_reference_in_losses_and_gradients(path, number, chunk
         assert parameter.grad.dtype == torch.float32
         error = (parameter.grad.double() - gradient).norm() / gradient.norm()
         assert error < 1e-5, name
+
+
+@pytest.mark.parametrize("path", ["tiles"], indirect=True)
+def test_proposals_on_the_path_of_a_gpu_are_those_of_a_cpu(path, monkeypatch):
+    torch.manual_seed(0)
+    draft, vocab_map = make_draft(), make_map()
+    samples = [sample_of(str(i), mask) for i, mask in enumerate(random_masks(random.Random(0), 4))]
+    index = torch.tensor([2, 3, 7, 20, 21])
+    found = []
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(kernels, "COMPILED_ON", set())
+        batch = make_batch(samples, 3, batch_tokens=48)
+        found.append(draft.propose(batch.samples, index, 4, vocab_map))
+    assert batch.num_tokens == batch.samples.num_tokens
+    assert torch.equal(*found) and found[0].shape == (5, 4)
+
+
+@pytest.mark.parametrize("path", ["by sample", "tiles"], indirect=True)
+def test_bfloat16_is_computed_with_and_parameters_and_gradients_stay_float32(path):
+    torch.manual_seed(1)
+    target, draft, vocab_map = RandomTarget(), make_draft(), make_map()
+    samples = [sample_of(str(i), mask) for i, mask in enumerate(random_masks(random.Random(1), 4))]
+    exact, _ = TrainStep(draft, own_head(target, vocab_map))(make_batch(samples, 3, target, vocab_map))
+    gradients = {name: parameter.grad for name, parameter in draft.named_parameters()}
+    draft.zero_grad()
+    head, batch = (
+        own_head(target, vocab_map, torch.bfloat16),
+        make_batch(samples, 3, target, vocab_map, 48, torch.bfloat16),
+    )
+    assert all(output.dtype == torch.bfloat16 for output in draft.unroll(batch.inputs, batch.samples.aux))
+    rounded, _ = TrainStep(draft, head)(batch)
+    assert rounded.dtype == torch.float32
+    assert 0 < abs(rounded - exact) < 0.02 * exact
+    for name, parameter in draft.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32
+        assert (parameter.grad - gradients[name]).norm() < 0.1 * gradients[name].norm(), name
