@@ -1,0 +1,110 @@
+"""What training costs on a GPU, against the floor of what it must do and against SpecForge; prints tables, writes JSON.
+
+    python -m infra.gpu.measure_training --size smollm2-135m --target /models/SmolLM2-135M-Instruct --work /tmp/w --out small.json
+    python -m infra.gpu.measure_training --size 8b --work /tmp/w --out large.json
+    python -m infra.gpu.measure_training --size tiny --device cpu --steps 12 --discard 2 --work /tmp/w --out tiny.json
+
+First the floor, then our step, then SpecForge on the same states, one after the other on the same machine. Sequences
+are all of one length and wholly supervised, so that neither side has padding. With --target the states are the target's,
+over text that it writes itself; else they are random. SpecForge must be on PYTHONPATH; without it, or on a CPU, its
+rows are left out. Nothing is fetched.
+"""
+
+import argparse
+import importlib.util
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infra.gpu.training_floor import floor
+from infra.gpu.training_ours import measure_ours
+from infra.gpu.training_sizes import SIZES, RandomStates, TargetStates, write_states, write_target
+from infra.gpu.training_specforge import measure_specforge
+from tasks.common.files import write_json
+
+_ROWS = (
+    "tokens_per_s",
+    "ms_per_step",
+    "peak_memory_gib",
+    "gpu_busy_by_driver",
+    "host_waits_for_data",
+    "seconds_to_step_10",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, required=True)
+    parser.add_argument("--target", type=Path, help="Hugging Face folder of a target of that size")
+    parser.add_argument("--work", type=Path, required=True, help="is emptied; states and logs go there")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--discard", type=int, default=50, help="steps at the start that do not count")
+    parser.add_argument("--ttt-length", type=int, default=7)
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--workers", type=int, default=4, help="processes that read our states")
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
+    parser.add_argument("--backends", nargs="*", default=["flex_attention"], help="SpecForge's; none skips it")
+    args = parser.parse_args()
+    args.work, out = args.work.absolute(), args.out.absolute()
+    shutil.rmtree(args.work, ignore_errors=True)
+    began, size = time.perf_counter(), SIZES[args.size]
+    compared = args.backends if args.device != "cpu" and importlib.util.find_spec("specforge") else []
+
+    found: dict[str, Any] = {
+        "size": vars(size),
+        "ttt_length": args.ttt_length,
+        "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
+        "torch": torch.__version__,
+        "floor": floor(size, args.ttt_length, args.device),
+    }
+    states = TargetStates(size, args.target, args.device) if args.target else RandomStates(size, args.device)
+    features = args.work / "features" if compared else None
+    stored = write_states(states, args.work / "states", features)
+    if compared:
+        write_target(states, args.work / "target")
+    found["seconds_to_make_states"] = round(time.perf_counter() - began)
+    found["draftline"] = measure_ours(states, stored, args)
+    found["draftline"]["time_over_floor"] = round(found["draftline"]["ms_per_step"] / found["floor"]["floor_ms"], 2)
+    write_json(out, found)  # what is known so far, should the time run out
+    del states
+    if args.device != "cpu":
+        torch.cuda.empty_cache()
+    for backend in compared:
+        name = f"specforge {backend}"
+        found[name] = measure_specforge(size, features, args.work / "target", args.work / backend, backend, args)
+        write_json(out, found)
+    found["seconds_in_all"] = round(time.perf_counter() - began)
+    write_json(out, found)
+    _print(found)
+
+
+def _print(found: dict[str, Any]) -> None:
+    limits, ours = found["floor"], found["draftline"]
+    print(f"{found['device']}, torch {found['torch']}, {found['size']['name']}, TTT {found['ttt_length']}")
+    print(
+        f"floor {limits['floor_ms']} ms a step: {limits['parts_ms']}; {limits['tflop']} TFLOP, {limits['bandwidth_gb_s']} GB/s"
+    )
+    for name, product in limits["products"].items():
+        print(
+            f"  {name:14s} {product['shape']!s:24s} x {product['times']:<8} {product['tflops']:8} TFLOP/s {product['ms']:9} ms"
+        )
+    sides = {name: value for name, value in found.items() if name == "draftline" or name.startswith("specforge")}
+    print(f"{'':24s}" + "".join(f"{name:>28s}" for name in sides))
+    for row in _ROWS:
+        print(f"{row:24s}" + "".join(f"{side.get(row, side.get('failed', '-'))!s:>28s}" for side in sides.values()))
+    print(f"time over floor {ours['time_over_floor']}; parts {ours['parts_ms']}")
+    profile = ours["profile"]
+    print(f"profile, ms a step ({profile['kernels_per_step']} kernels, busy {profile['gpu_busy_while_profiled']}):")
+    for name, value in {**profile["ms_by_group"], **profile["longest"]}.items():
+        print(f"  {value:9} {name}")
+    for name, side in sides.items():
+        print(name, *(side.get("curve") or side.get("log", []))[-1:])
+
+
+if __name__ == "__main__":
+    main()
