@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--discard", type=int, default=50, help="steps at the start that do not count")
     parser.add_argument("--ttt-length", type=int, default=7)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--workers", type=int, default=4, help="processes that read our states")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read our states; 0: a thread")
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
     parser.add_argument("--backends", nargs="*", default=["flex_attention"], help="SpecForge's; none skips it")
     args = parser.parse_args()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.data import get_worker_info
 
 from tasks.common.hidden_states import Sample
 from tasks.common.kernels import compiles_on
@@ -40,6 +41,11 @@ class BatchForm:
     @classmethod
     def of(cls, vocab_map: VocabMap, device: str, dtype: torch.dtype, num_steps: int, batch_tokens: int) -> "BatchForm":
         return cls(device, dtype, num_steps, vocab_map.draft_ids, batch_tokens)
+
+    @property
+    def reads_into_pinned_memory(self) -> bool:
+        """Whether a batch is laid out where a GPU copies it from; a worker process has no part in the GPU."""
+        return torch.device(self.device).type == "cuda" and get_worker_info() is None
 
     def padding(self, num_tokens: int) -> int:
         """Tokens to add to a batch of so many."""
@@ -106,8 +112,12 @@ class StoredBatch:
             bounds.append((ends[-1], ends[-1] + missing))
 
         def packed(tensors, value: int = 0) -> torch.Tensor:
-            whole = torch.cat(list(tensors))
-            return torch.cat([whole, whole.new_full((missing, *whole.shape[1:]), value)]) if missing else whole
+            parts = list(tensors)
+            shape = (ends[-1] + missing, *parts[0].shape[1:])
+            whole = torch.empty(shape, dtype=parts[0].dtype, pin_memory=form.reads_into_pinned_memory)
+            torch.cat(parts, out=whole[: ends[-1]])
+            whole[ends[-1] :] = value
+            return whole
 
         whole = PackedSamples(
             sample_ids=tuple(sample.id for sample in samples),

@@ -58,8 +58,9 @@ class Lessons:
         sources = (wanted & (labels >= 0)).nonzero().squeeze(1)
         steps = torch.arange(num_steps)
         learns = samples.positions[sources, None] > steps
-        index = inputs.rows.index[: inputs.rows.count]
-        places = torch.searchsorted(index, (sources[:, None] - 1 - steps)) + steps * num_rows
+        row_at = torch.zeros(samples.num_tokens, dtype=torch.int64)
+        row_at[inputs.rows.index[: inputs.rows.count]] = torch.arange(inputs.rows.count)
+        places = row_at[(sources[:, None] - 1 - steps).clamp(min=0)] + steps * num_rows
         learners = torch.where(learns, places, num_steps * num_rows)
         supervised = torch.stack([samples.supervised(step).sum() for step in range(num_steps)])
         counts, missing = learns.sum(0), 0
