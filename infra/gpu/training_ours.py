@@ -157,21 +157,19 @@ def _profile(loop: Loop, batches, on_gpu: bool) -> dict[str, Any]:
         for number in range(_PROFILED_STEPS):
             loop.run(ready[number] if ready else next(batches))
         _synchronize(on_gpu)
-    groups, kernels, count, spans = Counter(), Counter(), 0, []
+    groups, kernels, spans = Counter(), Counter(), []
     for event in profiler.events():
         if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
             continue
-        if not on_gpu and event.cpu_children:
-            continue
         start, end = event.time_range.start, event.time_range.end
+        spent = end - start if on_gpu else event.self_cpu_time_total
         name = next((group for group, parts in _GROUPS if any(part in event.name for part in parts)), "other")
-        groups[name] += end - start
-        kernels[event.name[:90]] += end - start
+        groups[name] += spent
+        kernels[event.name[:90]] += spent
         spans.append((start, end))
-        count += 1
     per_step = 1e3 * _PROFILED_STEPS
     return {
-        "kernels_per_step": round(count / _PROFILED_STEPS),
+        "kernels_per_step": round(len(spans) / _PROFILED_STEPS),
         "gpu_busy_while_profiled": round(_covered(spans), 3) if on_gpu else None,
         "ms_by_group": {name: round(value / per_step, 3) for name, value in groups.most_common()},
         "longest": {name: round(value / per_step, 3) for name, value in kernels.most_common(15)},
