@@ -1,7 +1,7 @@
 """What training costs on a GPU, against the floor of what it must do and against SpecForge; prints tables, writes JSON.
 
     python -m infra.gpu.measure_training --size smollm2-135m --target /models/SmolLM2-135M-Instruct --work /tmp/w --out small.json
-    python -m infra.gpu.measure_training --size 8b --work /tmp/w --out large.json
+    python -m infra.gpu.measure_training --size 8b --steps 60 --discard 20 --work /tmp/w --out large.json
     python -m infra.gpu.measure_training --size tiny --device cpu --steps 12 --discard 2 --work /tmp/w --out tiny.json
 
 First the floor, then our step, then SpecForge on the same states, one after the other on the same machine. Sequences
@@ -14,6 +14,7 @@ import argparse
 import importlib.util
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--discard", type=int, default=50, help="steps at the start that do not count")
+    parser.add_argument("--sequences", type=int, help="of the size by default")
+    parser.add_argument("--per-step", type=int, help="sequences of a step; of the size by default")
     parser.add_argument("--ttt-length", type=int, default=7)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--workers", type=int, default=0, help="processes that read our states; 0: a thread")
@@ -52,7 +55,8 @@ def main() -> None:
     args = parser.parse_args()
     args.work, out = args.work.absolute(), args.out.absolute()
     shutil.rmtree(args.work, ignore_errors=True)
-    began, size = time.perf_counter(), SIZES[args.size]
+    changes = {name: value for name in ("sequences", "per_step") if (value := getattr(args, name))}
+    began, size = time.perf_counter(), replace(SIZES[args.size], **changes)
     compared = args.backends if args.device != "cpu" and importlib.util.find_spec("specforge") else []
 
     found: dict[str, Any] = {

@@ -28,6 +28,8 @@ _GROUPS = (
     ("copies from the host", ("Memcpy HtoD",)),
     ("gathers and scatters", ("index", "gather", "scatter", "embedding")),
 )
+# Ranges of a program that the profiler lists beside the kernels in them.
+_NO_KERNELS = ("Optimizer.", "##", "Torch-Compiled", "CompiledFunction", "ProfilerStep", "autograd::")
 
 
 class Loop:
@@ -159,7 +161,7 @@ def _profile(loop: Loop, batches, on_gpu: bool) -> dict[str, Any]:
         _synchronize(on_gpu)
     groups, kernels, spans = Counter(), Counter(), []
     for event in profiler.events():
-        if on_gpu and event.device_type != torch.autograd.DeviceType.CUDA:
+        if on_gpu and (event.device_type != torch.autograd.DeviceType.CUDA or event.name.startswith(_NO_KERNELS)):
             continue
         start, end = event.time_range.start, event.time_range.end
         spent = end - start if on_gpu else event.self_cpu_time_total

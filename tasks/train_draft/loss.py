@@ -113,7 +113,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
         if learning:
             d_hidden = hidden.new_zeros(nowhere + 1, hidden.shape[1])
             d_head = torch.zeros_like(lm_head)
-        for chunk in _chunks(len(lessons.sources), num_steps, *head.shape[:1], hidden.device):
+        for chunk in _chunks(len(lessons.sources), num_steps * len(head) * head.element_size(), hidden.device):
             learners = lessons.learners[chunk].flatten()
             x = hidden.index_select(0, learners.clamp(max=nowhere - 1))
             logits = F.linear(x, head).view(-1, num_steps, len(head))
@@ -162,10 +162,9 @@ def _of_chunk(logits, wanted, labels, weights, learning: bool):
     return losses, correct, d_logits.to(logits.dtype)
 
 
-def _chunks(num_sources: int, num_steps: int, draft_vocab: int, device: torch.device) -> Iterator[slice]:
-    """Slices of the sources within the budget of bytes."""
-    width = 4 if device.type == "cpu" else 2
-    most = _CHUNK_BYTES[device.type] // (2 * width * num_steps * draft_vocab)
+def _chunks(num_sources: int, bytes_per_source: int, device: torch.device) -> Iterator[slice]:
+    """Slices of the sources whose logits and gradients are within the budget of bytes."""
+    most = _CHUNK_BYTES[device.type] // (2 * bytes_per_source)
     sizes = [max(1, most)]
     if compiles_on(device):
         small = _CHUNK_SOURCES // 4
