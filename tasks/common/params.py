@@ -79,7 +79,11 @@ class TrainDraft(Section):
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     warmup_steps: Annotated[int, Field(ge=0)] = 20
     max_steps: Count = 200
-    batch_tokens: Count = Field(1024, description="tokens of one packed batch (an optimiser step)")
+    batch_tokens: Count = Field(1024, description="tokens of one packed batch, which a GPU computes at once")
+    global_batch_size: Count = Field(
+        1, description="packed batches of an optimiser step, shared by all processes; what is more is accumulated"
+    )
+    parallel: Literal["ddp", "fsdp"] = Field("ddp", description="several processes: fsdp shards weights and optimiser")
     data_workers: Annotated[int, Field(ge=0)] = Field(
         0, description="processes that read ahead; 0 reads in the trainer"
     )

@@ -17,6 +17,8 @@ from tasks.common.mlflow_layout import PARENT_VARIABLE, Run, close_pipeline_run,
 from tasks.common.params import Params
 
 _RETRY_SECONDS = 60.0
+# Exit codes of a process that a signal ended, and of one that saved what it had first.
+_SIGNALLED = (129, 130, 143, os.EX_TEMPFAIL)
 
 
 class Tracker:
@@ -55,6 +57,10 @@ class Tracker:
     def log_artifact(self, path: Path) -> None:
         """Attach a small file (report, plot)."""
         self._outbox.put(lambda run: run.client.log_artifact(run.id, str(path)))
+
+    def log_table(self, columns: dict[str, list], name: str) -> None:
+        """Add rows to the table `name`.json, which MLflow shows as one."""
+        self._outbox.put(lambda run: run.client.log_table(run.id, columns, f"{name}.json"))
 
     def _close(self, status: str) -> None:
         ended = time.time()
@@ -162,7 +168,7 @@ class _Outbox:
 
 
 def _is_signal(error: BaseException) -> bool:
-    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in (129, 130, 143))
+    return isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code in _SIGNALLED)
 
 
 def _cause(error: BaseException) -> str:

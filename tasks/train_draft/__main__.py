@@ -1,15 +1,15 @@
 """Train the EAGLE-3 draft on dumped hidden states: artifacts/hidden_states -> artifacts/draft.
 
-    python -m tasks.train_draft           # params.yaml, section train_draft -> reports/train_draft.json
+    python -m tasks.train_draft                                  # params.yaml, section train_draft -> reports/train_draft.json
+    torchrun --nproc-per-node 8 -m tasks.train_draft             # global_batch_size a multiple of 8; parallel: ddp or fsdp
+    torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m tasks.train_draft   # on each
 
-A killed run goes on from its newest checkpoint; with other settings or other states it starts anew.
+A run that was killed or stopped goes on from its newest checkpoint, on as many processes as there are then; with other
+settings or other states it starts anew (infra/docs/training.md).
 """
-
-import time
 
 from tasks.common.files import ARTIFACTS, REPORTS, write_json
 from tasks.common.params import Params
-from tasks.common.progress import progress
 from tasks.common.stage import run_stage
 from tasks.common.tracking import Tracker
 
@@ -24,35 +24,23 @@ def main(params: Params, tracker: Tracker) -> None:
 
 def train(params: Params, tracker: Tracker, open_source) -> None:
     """Train on the states of `open_source(params)` (source.py)."""
+    from tasks.train_draft.live import show_steps
     from tasks.train_draft.prepare import prepare_training, write_result
+    from tasks.train_draft.processes import Processes
 
     folder = ARTIFACTS / "draft"
-    trainer, facts = prepare_training(params, folder, open_source)
-    tokens, began = 0, time.monotonic()
-    total, done = params.train_draft.max_steps, trainer.step
-    with progress(total=total, initial=done, desc="training", unit="step") as bar:
-        for step in trainer.steps():
-            tokens += step.tokens
-            speed = tokens / (time.monotonic() - began)
-            accuracy = " ".join(f"{value:.2f}" for value in step.accuracy_by_position)
-            bar.set_postfix_str(f"loss {step.loss:.2f}, accuracy {accuracy}, {speed:.0f} tok/s", refresh=False)
-            bar.update()
-            metrics = {"train/loss": step.loss, "train/tokens_per_s": speed}
-            metrics |= {f"train/accuracy_position_{i}": value for i, value in enumerate(step.accuracy_by_position)}
-            if step.heldout:
-                print(
-                    f"step {step.step}: held-out loss {step.heldout.loss:.3f}, "
-                    f"predicted acceptance length {step.heldout.predicted_accept_length:.3f}",
-                    flush=True,
-                )
-                metrics["heldout/loss"] = step.heldout.loss
-                metrics["heldout/predicted_accept_length"] = step.heldout.predicted_accept_length
-            tracker.log_metrics(metrics, step.step)  # one transaction a step
-    report = write_result(trainer, folder, facts)
-    write_json(REPORT, report)
-    trainer.checkpoints.remove()
-    tracker.log_artifact(REPORT)
-    print(f"{folder}: predicted acceptance length {report['predicted_accept_length']:.3f} at step {report['step']}")
+    with Processes.joined(params) as processes:
+        trainer, facts = prepare_training(params, folder, open_source, processes)
+        if not processes.is_first:
+            for _ in trainer.steps():
+                pass
+            return
+        show_steps(trainer, params, tracker)
+        report = write_result(trainer, folder, facts)
+        write_json(REPORT, report)
+        trainer.checkpoints.remove()
+        tracker.log_artifact(REPORT)
+        print(f"{folder}: predicted acceptance length {report['predicted_accept_length']:.3f} at step {report['step']}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Checkpoints that survive any death, and the best draft so far.
 
     artifacts/draft/checkpoints/run.json              key of the run: settings, contract, hidden states
-    artifacts/draft/checkpoints/step-00000050.pt      weights, optimiser, data position, curve; with its SHA-256
+    artifacts/draft/checkpoints/step-00000050.pt      all that training goes on from (`Trainer.state`)
+    artifacts/draft/checkpoints/step-00000050.json    its SHA-256, that of the best draft it knows, the vocabulary map's hash
     artifacts/draft/checkpoints/best-00000100.safetensors   the draft with the best predicted acceptance length
+    artifacts/draft_set_aside/                        checkpoints of other settings, which find them again
 
-A file is renamed into place after it was forced to the disk. The learning rate follows from the step and the
-order of the data from (seed, epoch), so nothing else is needed for a resumed run to equal an uninterrupted one.
+A file is written under another name, forced to the disk, renamed, and its name forced to the disk: whenever the process
+or the machine dies, the newest checkpoint with a record that fits is whole.
 """
 
 import shutil
@@ -15,21 +17,26 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.common.errors import DraftlineError
-from tasks.common.files import read_json, replacing, sha256_file, write_json
+from tasks.common.files import read_json, replacing, sha256_file, sync_folder, write_json
 
 _KEPT = 2
+_NAME = 16  # characters of the key that name a folder
 
 
 class Checkpoints:
     """The partial work of one training run."""
 
     def __init__(self, folder: Path, key: str):
-        """Open the checkpoints of the run `key`; those of another run are discarded with a printed line."""
-        self.folder = folder
+        """Open the checkpoints of the run `key`; those of another run are set aside with a printed line."""
+        self.folder, self._aside = folder, folder.parent.with_name(f"{folder.parent.name}_set_aside")
+        self._best_sha256: dict[int, str] = {}
         run = folder / "run.json"
         if folder.exists() and not (run.exists() and read_json(run)["key"] == key):
-            print(f"{folder}: checkpoints of other settings or other hidden states; starting anew.")
-            shutil.rmtree(folder)
+            self._set_aside()
+        if not folder.exists() and (earlier := self._aside / key[:_NAME]).exists():
+            earlier.rename(folder)
+        for partial in folder.glob(".*.partial"):  # of a writer that was killed
+            partial.unlink()
         if not run.exists():
             write_json(run, {"key": key})
 
@@ -37,17 +44,23 @@ class Checkpoints:
         """Weights of the draft that was the best one when it was evaluated after `step`."""
         return self.folder / f"best-{step:08d}.safetensors"
 
-    def save_best(self, step: int, draft: torch.nn.Module) -> None:
+    def save_best(self, step: int, weights: dict[str, torch.Tensor]) -> None:
         with replacing(self.best(step)) as partial:
-            save_file(draft.state_dict(), partial)
+            save_file(weights, partial)
+        self._best_sha256[step] = sha256_file(self.best(step))
 
     def save(self, step: int, state: dict) -> None:
-        """Write the state after `step`; keep the newest two, and the best draft that each of them knows."""
-        path = self._path(step)
+        """Write the state after `step`; keep the newest two, and the best draft that each of them knows.
+
+        Raises:
+            DraftlineError: the disk is full; earlier checkpoints stay.
+        """
+        path, best = self._path(step), state["best_step"]
         with replacing(path) as partial:
             torch.save(state, partial)
-        record = {name: state[name] for name in ("vocab_map_sha256", "best_step")}
-        write_json(path.with_suffix(".json"), {"sha256": sha256_file(path), **record})
+        record = {"sha256": sha256_file(path), "vocab_map_sha256": state["vocab_map_sha256"], "best_step": best}
+        write_json(path.with_suffix(".json"), record | {"best_sha256": self._best_sha256.get(best)})
+        sync_folder(self.folder)
         for old in self._steps()[:-_KEPT]:
             self._path(old).with_suffix(".json").unlink(missing_ok=True)
             self._path(old).unlink(missing_ok=True)
@@ -55,16 +68,15 @@ class Checkpoints:
         for path in set(self.folder.glob("best-*.safetensors")) - wanted:
             path.unlink()
 
-    def newest(self, vocab_map_sha256: str) -> dict | None:
-        """State of the newest checkpoint that is whole, or None; a damaged one is reported and passed over.
+    def newest(self, vocab_map_sha256: str) -> int | None:
+        """Step of the newest checkpoint that is whole, or None; a damaged one is reported and passed over.
 
         Raises:
             DraftlineError: it was trained with another vocabulary map: its head rows mean other tokens.
         """
         for step in reversed(self._steps()):
             path, record = self._path(step), self._record(step)
-            if record.get("sha256") != sha256_file(path):
-                print(f"{path}: cut off or changed since it was written; going back to the one before.")
+            if not (self._is(path, record.get("sha256")) and self._has_best(record)):
                 continue
             if record["vocab_map_sha256"] != vocab_map_sha256:
                 raise DraftlineError(
@@ -72,17 +84,52 @@ class Checkpoints:
                     f"{vocab_map_sha256[:12]}: the rows of the head would mean other tokens. Delete {self.folder} to "
                     f"train anew, or bring back the hidden states that it was trained on."
                 )
-            return torch.load(path, weights_only=True)
+            return step
         return None
 
+    def load(self, step: int) -> dict:
+        """The state that `newest` named."""
+        record = self._record(step)
+        if record["best_step"] is not None:
+            self._best_sha256[record["best_step"]] = record["best_sha256"]
+        return torch.load(self._path(step), map_location="cpu", weights_only=True)
+
     def remove(self) -> None:
-        """Delete all partial work, once the result stands."""
+        """Delete the partial work, once the result stands."""
         shutil.rmtree(self.folder)
 
+    def _set_aside(self) -> None:
+        """Days of work are not deleted for a slip in params.yaml; of what was set aside the newest two are kept."""
+        if not self._steps() or not (run := self.folder / "run.json").exists():
+            shutil.rmtree(self.folder)
+            return
+        place = self._aside / read_json(run)["key"][:_NAME]
+        place.parent.mkdir(exist_ok=True)
+        self.folder.rename(place)
+        place.touch()
+        print(
+            f"{self.folder}: checkpoints of other settings or other hidden states; starting anew. They are kept in {place}, and "
+            f"taken up again with those settings."
+        )
+        for old in sorted(self._aside.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
+            shutil.rmtree(old)
+
+    def _has_best(self, record: dict) -> bool:
+        return record["best_step"] is None or self._is(self.best(record["best_step"]), record["best_sha256"])
+
+    @staticmethod
+    def _is(path: Path, sha256: str | None) -> bool:
+        if path.exists() and sha256_file(path) == sha256:
+            return True
+        print(f"{path}: cut off, changed or gone since it was written; going back to the one before.")
+        return False
+
     def _record(self, step: int) -> dict:
-        """What is known of a checkpoint without loading it; empty where its writer died."""
-        path = self._path(step).with_suffix(".json")
-        return read_json(path) if path.exists() else {}
+        """What is known of a checkpoint without loading it; empty where its writer died, or the disk lost it."""
+        try:
+            return read_json(self._path(step).with_suffix(".json"))
+        except DraftlineError:
+            return {}
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.pt"

@@ -21,6 +21,7 @@ from tasks.gates.shard import ShardGate
 from tasks.train_draft.__main__ import train
 from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.induction import TrainingStates
+from tasks.train_draft.processes import Processes
 from tasks.train_draft.ring import RingStream
 from tasks.train_draft.source import TRAIN, Summary
 from tasks.train_draft.target_head import TargetHead
@@ -59,8 +60,8 @@ class RingSource:
     def first_states(self) -> TrainingStates:
         return self._stream.first_states()
 
-    def batches(self, head: TargetHead, cache: Path, form: BatchForm) -> RingStream:
-        return self._stream.with_targets_of(head, form)
+    def batches(self, head: TargetHead, cache: Path, form: BatchForm, processes: Processes) -> RingStream:
+        return self._stream.shared(head, form, processes, self._params.train_draft.global_batch_size)
 
 
 def main(params: Params, tracker: Tracker) -> None:

@@ -14,13 +14,16 @@ from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.checkpoints import Checkpoints
 from tasks.train_draft.data import DraftData
 from tasks.train_draft.initialise import initialise
+from tasks.train_draft.processes import Processes
 from tasks.train_draft.source import DumpedSource, OpenSource
 from tasks.train_draft.target_head import RestrictedHead, TargetHead, cache_target_argmax
 from tasks.train_draft.trainer import Trainer
 from tasks.train_draft.vocab_map import build_vocab_map, count_supervised_tokens, coverage
 
 
-def prepare_training(params: Params, folder: Path, open_source: OpenSource = DumpedSource) -> tuple[Trainer, dict]:
+def prepare_training(
+    params: Params, folder: Path, open_source: OpenSource = DumpedSource, processes: Processes | None = None
+) -> tuple[Trainer, dict]:
     """Build the trainer over the states of `open_source`, with partial work in `folder`/checkpoints.
 
     Returns:
@@ -29,25 +32,28 @@ def prepare_training(params: Params, folder: Path, open_source: OpenSource = Dum
     Raises:
         DraftlineError: train and heldout differ in contract, or there is nothing to train on.
     """
+    processes = processes or Processes.alone(params)
+    params = processes.with_own_device(params)
     settings, device = params.train_draft, params.target.device
     shape, weights = TargetShape.of(load_config()), TargetWeights(model_folder(params.target))
     train = open_source(params)
     heldout = HiddenStates(HIDDEN_STATES / "heldout")
     contract, known = train.contract, train.summary()
     contract.require_same(heldout.contract, str(HIDDEN_STATES / "train"), str(heldout.folder))
-    checkpoints = Checkpoints(folder / "checkpoints", _key(params, contract, known.identity, heldout))
-    for name in ("draft.safetensors", "draft.json"):  # of an earlier run: no result stands beside partial work
-        (folder / name).unlink(missing_ok=True)
-
     counts = {"train": known.counts, "heldout": count_supervised_tokens(heldout)}
     vocab_map = build_vocab_map(counts["train"], settings.draft_vocab_size)
     shares = coverage(vocab_map, counts)
-    vocab_map.save(folder / "vocab_map.safetensors")
 
     head, dtype = TargetHead(weights, shape, contract.last_is_normed, device), settings.computed_in(device)
     form = BatchForm.of(vocab_map, device, dtype, settings.ttt_length, settings.batch_tokens)
-    batches = train.batches(head, checkpoints.folder, form)
-    argmax = cache_target_argmax(heldout, head, checkpoints.folder / "heldout_argmax.npy")
+    with processes.first_alone():
+        checkpoints = Checkpoints(folder / "checkpoints", _key(params, contract, known.identity, heldout))
+        if processes.is_first:
+            for name in ("draft.safetensors", "draft.json"):  # of an earlier run: no result stands beside partial work
+                (folder / name).unlink(missing_ok=True)
+            vocab_map.save(folder / "vocab_map.safetensors")
+        batches = train.batches(head, checkpoints.folder, form, processes)
+        argmax = cache_target_argmax(heldout, head, checkpoints.folder / "heldout_argmax.npy")
     draft = Eagle3Draft.for_target(shape, contract, settings.draft_vocab_size, weights.embed_tokens())
     start = weights if settings.init_from_target else None
     initialise(draft, vocab_map, settings.seed, shape, start, train.first_states)
@@ -62,6 +68,8 @@ def prepare_training(params: Params, folder: Path, open_source: OpenSource = Dum
         settings,
         params.serve.num_steps,
         checkpoints,
+        contract,
+        processes,
     )
     sizes = {"train": (known.samples, known.tokens), "heldout": (len(heldout), int(heldout.tokens.sum()))}
     facts = {
@@ -103,9 +111,10 @@ def write_result(trainer: Trainer, folder: Path, facts: dict) -> dict:
 
 
 def _key(params: Params, contract: Contract, train: list[str], heldout: HiddenStates) -> str:
+    """Names all that the steps depend on. How they are computed may change from one start to the next."""
     return sha256_json(
         {
-            "train_draft": params.train_draft.model_dump(),
+            "train_draft": params.train_draft.model_dump(exclude={"data_workers", "checkpoint_every", "parallel"}),
             "num_steps": params.serve.num_steps,
             "contract": contract.model_dump(),
             "shards": {"train": train, "heldout": [shard["checksum"] for shard in heldout.shards]},

@@ -1,6 +1,7 @@
 """Batches of states that are dumped meanwhile: shards of the ring are read in the order of the plan, and freed."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ from tasks.common.storage import decode
 from tasks.train_draft.batch import Batch, BatchForm, StoredBatch, StoredSample
 from tasks.train_draft.data import pack
 from tasks.train_draft.induction import MAX_TOKENS, TrainingStates, without_first_tokens
+from tasks.train_draft.processes import Processes
 from tasks.train_draft.target_head import TargetHead
+
+_NAMED = 3  # samples, in an error
 
 
 class RingStream:
     """Batches without end, each of one shard, whose samples are shuffled by (seed, epoch, shard).
 
-    A shard is freed when its last batch was trained on. What was freed is not seen again in its epoch, so a run that is
-    killed goes on with other samples than an uninterrupted one.
+    A shard is freed when the step after its last batch begins. What was freed is not seen again in its epoch, so a run that
+    is killed goes on with other samples than an uninterrupted one. Of several processes the first one waits for shards,
+    has them checked and frees them; the others open what it names.
     """
 
     def __init__(
@@ -47,6 +52,8 @@ class RingStream:
         self._first: tuple[ShardPlan, StoredShard] | None = None
         self._head: TargetHead | None = None
         self._form: BatchForm | None = None
+        self._processes: Processes | None = None
+        self._step_batches, self._trained = 1, 0
 
     def first_states(self) -> TrainingStates:
         """Of the first shard that is not freed, about `MAX_TOKENS` tokens at most; it is trained on all the same."""
@@ -62,12 +69,27 @@ class RingStream:
                 break
         return without_first_tokens(samples)
 
-    def with_targets_of(self, head: TargetHead, form: BatchForm) -> "RingStream":
-        """Take the target's greedy tokens from `head`, a sample at a time; give batches `form`."""
-        self._head, self._form = head, form
+    def shared(self, head: TargetHead, form: BatchForm, processes: Processes, step_batches: int) -> "RingStream":
+        """Take the target's greedy tokens from `head`, a sample at a time; give batches `form`.
+
+        Args:
+            step_batches: of one optimiser step, over all processes.
+        """
+        self._head, self._form, self._processes, self._step_batches = head, form, processes, step_batches
         return self
 
     def __iter__(self) -> Iterator[Batch]:
+        batches = self._batches()
+        while True:
+            of_step = list(islice(batches, self._step_batches))
+            for plan, shard, indices in of_step[self._processes.rank :: self._processes.size]:
+                stored = [_stored_sample(plan, shard, index) for index in indices]
+                greedy = [self._head.greedy(s.loss_mask, decode(s.last, last_scale)) for s, _, last_scale in stored]
+                batch = StoredBatch.of(stored, torch.cat(greedy), self._form)
+                yield batch.on(self._form.device, self._form.dtype)
+
+    def _batches(self) -> Iterator[tuple[ShardPlan, StoredShard, list[int]]]:
+        """Every batch, whoever's, as indices into its shard."""
         while True:
             plan, shard = self._first or next(self._shards)
             self._first = None
@@ -76,10 +98,9 @@ class RingStream:
             usable = [index for index, (start, end) in enumerate(bounds) if plan.loss_mask[start + 2 : end].any()]
             number = int(plan.name.rpartition("-")[2])
             order = np.random.default_rng((self.seed, self.epoch, number)).permutation(usable).astype(int)
+            self._trained += len(usable)
             for indices in pack(np.diff(plan.offsets), order, self._batch_tokens):
-                stored = [_stored_sample(plan, shard, index) for index in indices]
-                greedy = [self._head.greedy(s.loss_mask, decode(s.last, last_scale)) for s, _, last_scale in stored]
-                yield StoredBatch.of(stored, torch.cat(greedy), self._form).on(self._form.device, self._form.dtype)
+                yield plan, shard, indices
 
     def state_dict(self) -> dict[str, Any]:
         """The shards themselves say where the next batch is."""
@@ -95,14 +116,39 @@ class RingStream:
 
     def _consume(self) -> Iterator[tuple[ShardPlan, StoredShard]]:
         while True:
-            yield from consume(self.folder, self._plans(), self._check)
-            forget_freed(self.folder)
+            seen: list[str] = []
+            self._trained = 0
+            for plan, shard in self._of_epoch():
+                seen += plan.ids[: _NAMED - len(seen)]
+                yield plan, shard
+            if seen and not self._trained:
+                raise DraftlineError(
+                    f"{self.folder}: a whole epoch without a batch: no sample ({', '.join(seen)}, ...) has a supervised position, "
+                    f"loss mask 1 beyond the second token. A chat template without generation tags is the usual cause."
+                )
             self.epoch += 1
-            print(
-                f"{self.folder}: every shard was trained on; waiting for epoch {self.epoch}: start the dump again, "
-                f"`python -m tasks.dump_hidden_states`.",
-                flush=True,
-            )
+            if self._processes.is_first:
+                forget_freed(self.folder)
+                print(
+                    f"{self.folder}: every shard was trained on; waiting for epoch {self.epoch}: start the dump again, "
+                    f"`python -m tasks.dump_hidden_states`.",
+                    flush=True,
+                )
+
+    def _of_epoch(self) -> Iterator[tuple[ShardPlan, StoredShard]]:
+        if self._processes.is_first:
+            for plan, shard in consume(self.folder, self._plans(), self._check):
+                self._processes.of_first(plan.name)
+                self._processes.wait()  # until all have opened it: it is freed when the next one is asked for
+                yield plan, shard
+            self._processes.of_first(None)
+            return
+        plans = iter(self._plans())
+        while (name := self._processes.of_first(None)) is not None:
+            plan = next(plan for plan in plans if plan.name == name)
+            shard = StoredShard(self.folder / f"{name}.safetensors")
+            self._processes.wait()
+            yield plan, shard
 
 
 def _stored_sample(plan: ShardPlan, shard: StoredShard, index: int) -> StoredSample:

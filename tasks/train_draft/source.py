@@ -12,8 +12,9 @@ from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.params import PARAMS, Params
 from tasks.train_draft.batch import BatchForm
-from tasks.train_draft.data import BatchStream, DraftData
+from tasks.train_draft.data import BatchStream, DraftData, Share
 from tasks.train_draft.induction import TrainingStates, training_states
+from tasks.train_draft.processes import Processes
 from tasks.train_draft.ring import RingStream
 from tasks.train_draft.target_head import TargetHead, cache_target_argmax
 from tasks.train_draft.vocab_map import count_supervised_tokens
@@ -46,8 +47,8 @@ class Source(Protocol):
     def first_states(self) -> TrainingStates:
         """What the induction head is fitted to."""
 
-    def batches(self, head: TargetHead, cache: Path, form: BatchForm) -> BatchStream | RingStream:
-        """Batches without end; `head` says what the target's greedy tokens are, `cache` may keep them."""
+    def batches(self, head: TargetHead, cache: Path, form: BatchForm, processes: Processes) -> BatchStream | RingStream:
+        """This process's batches without end; `head` says what the target's greedy tokens are, `cache` may keep them."""
 
 
 OpenSource = Callable[[Params], Source]
@@ -78,8 +79,9 @@ class DumpedSource:
     def first_states(self) -> TrainingStates:
         return training_states(self.states)
 
-    def batches(self, head: TargetHead, cache: Path, form: BatchForm) -> BatchStream:
+    def batches(self, head: TargetHead, cache: Path, form: BatchForm, processes: Processes) -> BatchStream:
         settings = self._params.train_draft
         argmax = cache_target_argmax(self.states, head, cache / "train_argmax.npy")
         data = DraftData(self.states, argmax, settings.batch_tokens, form)
-        return BatchStream(data, settings.seed, settings.data_workers)
+        share = Share(processes.rank, processes.size, settings.global_batch_size)
+        return BatchStream(data, settings.seed, settings.data_workers, share)

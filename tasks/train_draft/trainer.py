@@ -2,36 +2,67 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
+from tasks.common.contract import Contract
 from tasks.common.draft import Eagle3Draft
 from tasks.common.errors import DraftlineError
 from tasks.common.params import TrainDraft
 from tasks.common.vocab_map import VocabMap
 from tasks.train_draft.acceptance import Acceptance, measure
+from tasks.train_draft.batch import Batch
 from tasks.train_draft.checkpoints import Checkpoints
-from tasks.train_draft.data import Batch, BatchStream, DraftData
+from tasks.train_draft.data import BatchStream, DraftData
+from tasks.train_draft.gpu_memory import MemoryByTokens, capacity, held_bytes, out_of_memory, try_smaller
+from tasks.train_draft.health import Health, target_entropy
+from tasks.train_draft.interrupts import RETRY, Interrupted, Interrupts
+from tasks.train_draft.meters import Meters, Reading
+from tasks.train_draft.processes import Processes, SharedExit, gathered
+from tasks.train_draft.proposals import Proposal, sample_proposals
 from tasks.train_draft.ring import RingStream
+from tasks.train_draft.state import restore, training_state
 from tasks.train_draft.step import TrainStep
 from tasks.train_draft.target_head import RestrictedHead
+
+# Reading a number waits for the device: on a GPU so many steps are read at once.
+_STEPS_A_READING = {"cpu": 1, "cuda": 10}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Figures over the held-out answers, and some of what was proposed there."""
+
+    heldout: Acceptance
+    proposals: list[Proposal]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimiser step gave.
+    """What the steps since the last one gave: on a CPU one, on a GPU a few.
 
     Attributes:
-        loss: weighted TTT loss of the batch, nats.
+        step: the last of them.
+        loss: weighted TTT loss, nats.
         accuracy_by_position: on teacher-forced tokens, one per TTT step.
-        heldout: figures over the held-out answers, where this step was evaluated.
+        gradient_norm: the largest, before it was clipped.
+        evaluation: where this step was evaluated.
     """
 
     step: int
     loss: float
     accuracy_by_position: list[float]
+    gradient_norm: float
+    learning_rate: float
     tokens: int
-    heldout: Acceptance | None
+    evaluation: Evaluation | None
+
+    @property
+    def heldout(self) -> Acceptance | None:
+        return self.evaluation.heldout if self.evaluation else None
 
 
 class Trainer:
@@ -47,72 +78,130 @@ class Trainer:
         params: TrainDraft,
         num_steps: int,
         checkpoints: Checkpoints,
+        contract: Contract,
+        processes: Processes,
     ):
         """Take up the newest checkpoint, if there is one.
 
         Args:
             num_steps: tokens drafted a round when served; predicted acceptance length is for this chain.
         """
-        self.draft, self.head, self.vocab_map = draft, head, vocab_map
+        self.draft, self.head, self.vocab_map, self.contract = draft, head, vocab_map, contract
+        self.heldout, self.batches = heldout, batches
+        self.params, self.num_steps, self.checkpoints, self.processes = params, num_steps, checkpoints, processes
         self.train_step = TrainStep(draft, head, params.recompute_activations)
-        self.heldout = heldout
-        self.params, self.num_steps, self.checkpoints = params, num_steps, checkpoints
+        self.train_step.module = processes.joined_module(self.train_step.module)
         self.optimizer = torch.optim.AdamW(
             draft.parameters(), lr=params.learning_rate, weight_decay=params.weight_decay, fused=True
         )
-        self.batches = batches
+        self.memory, self.meters = MemoryByTokens(), Meters(processes)
+        self.health = Health(params, lambda: target_entropy(head, heldout), processes.gather)
         self.step = 0
         self.curve: list[dict] = []
-        if state := checkpoints.newest(vocab_map.inputs_sha256):
-            self._restore(state)
-            print(f"resuming after step {self.step} of {params.max_steps}")
+        self._figures: dict[str, Any] = {}
+        self._position = batches.state_dict()
+        newest = checkpoints.newest(vocab_map.inputs_sha256) if processes.is_first else None
+        if (step := processes.of_first(newest)) is not None:
+            self._restore(checkpoints.load(step))
+            if processes.is_first:
+                print(f"resuming after step {self.step} of {params.max_steps}", flush=True)
 
     def steps(self) -> Iterator[Step]:
-        """Yield each step until `max_steps`, checkpointing and evaluating on the way.
+        """Yield each reading until `max_steps`, checkpointing and evaluating on the way.
 
         Raises:
-            DraftlineError: the loss is NaN or Inf; names the samples of the batch.
+            DraftlineError: training on is of no use (health.py), a batch is too large, or the disk is full.
+            SystemExit: with the code that says 'try again', after a signal; no step is lost.
         """
         batches = iter(self.batches)
-        while self.step < self.params.max_steps:
-            result = self._one_step(next(batches))
-            if result.heldout:
-                self._keep_if_best(result)
-            if self.step % self.params.checkpoint_every == 0 and self.step < self.params.max_steps:
-                self.checkpoints.save(self.step, self._state())
-            yield result
+        with Interrupts() as interrupts:
+            if self._is_due(self.params.evaluate_every) and self._last_evaluated < self.step:  # what was interrupted
+                yield Step(self.step, **self._figures, tokens=0, evaluation=self._evaluate(interrupts))
+            while self.step < self.params.max_steps:
+                self._one_step(self._next(batches, interrupts))
+                evaluate = self._is_due(self.params.evaluate_every)
+                save = evaluate or self._is_due(self.params.checkpoint_every)
+                if not save and self.step % _STEPS_A_READING[torch.device(self.processes.device).type]:
+                    continue
+                reading = self._read(interrupts)
+                if save or reading.stop:
+                    self._save()
+                if reading.stop:
+                    raise SharedExit(RETRY)
+                evaluation = self._evaluate(interrupts) if evaluate else None
+                yield Step(self.step, **self._figures, tokens=reading.tokens, evaluation=evaluation)
 
     @property
     def best(self) -> dict:
         """The evaluation with the highest predicted acceptance length, with its step; the earlier of equals."""
         return max(self.curve, key=lambda point: point["heldout"]["predicted_accept_length"])
 
-    def _one_step(self, batch: Batch) -> Step:
+    @property
+    def _last_evaluated(self) -> int:
+        return self.curve[-1]["step"] if self.curve else 0
+
+    def _is_due(self, every: int) -> bool:
+        return self.step > 0 and (self.step % every == 0 or self.step == self.params.max_steps)
+
+    def _next(self, batches: Iterator[Batch], interrupts: Interrupts) -> list[Batch]:
+        """This process's batches of a step. One that is alone need not wait for them once it is asked to stop."""
+        share = self.params.global_batch_size // self.processes.size
+        if self.processes.size > 1:
+            return list(islice(batches, share))
+        try:
+            with interrupts.at_once():
+                return list(islice(batches, share))
+        except Interrupted:
+            if self.meters.unread:
+                self._read(interrupts)
+            if self.step:
+                self._save()
+            raise SystemExit(RETRY) from None
+
+    def _one_step(self, batches: list[Batch]) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate()
         self.optimizer.zero_grad(set_to_none=True)
-        loss, sums = self.train_step(batch)
-        self._require_finite("loss", loss, batch)
+        positions = torch.stack([self.train_step.loss_positions(batch) for batch in batches]).sum(0)
+        positions = self.processes.sum(positions)
+        for number, batch in enumerate(batches, 1):
+            with self.processes.accumulating(self.train_step.module, is_last=number == len(batches)):
+                sums = self._forward_and_backward(batch, positions)
+            self.meters.add_batch(batch.samples.sample_ids, batch.num_tokens, sums)
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.params.max_grad_norm)
-        self._require_finite("norm of the gradient", norm, batch)
         self.optimizer.step()
         self.step += 1
-        due = self.step % self.params.evaluate_every == 0 or self.step == self.params.max_steps
-        return Step(
-            step=self.step,
-            loss=loss.item(),
-            accuracy_by_position=(sums.correct / sums.supervised.clamp(min=1)).tolist(),
-            tokens=batch.num_tokens,
-            heldout=self._measure() if due else None,
-        )
+        self._position = self.batches.state_dict()
+        self.meters.end_step(self.step, norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _require_finite(self, name: str, value: torch.Tensor, batch: Batch) -> None:
-        if not torch.isfinite(value):
-            raise DraftlineError(
-                f"step {self.step + 1}: the {name} is {value.item()} on samples {', '.join(batch.samples.sample_ids)}. Look "
-                f"at their rows in reports/gates/hidden_states.html; if their states are sound, lower "
-                f"train_draft.learning_rate."
-            )
+    def _forward_and_backward(self, batch: Batch, positions: torch.Tensor):
+        try:
+            with self.memory.observed(batch):
+                return self.train_step(batch, positions)[1]
+        except torch.OutOfMemoryError:
+            pass  # what the failed step holds is freed with this block
+        raise self._out_of_memory(batch)
+
+    def _out_of_memory(self, batch: Batch) -> DraftlineError:
+        self.optimizer.zero_grad(set_to_none=True)
+        if not self.memory.peak and self.processes.size == 1:
+            try_smaller(self.memory, self.heldout, batch.samples.num_tokens, self.train_step)
+        moments = 0 if self.optimizer.state else 2 * held_bytes(self.draft)
+        fitting = self.memory.fitting_tokens(capacity(self.processes.device), still_to_come=moments)
+        return out_of_memory(self.step + 1, batch, self.params.batch_tokens, fitting, self.memory.peak)
+
+    def _read(self, interrupts: Interrupts) -> Reading:
+        """Look at every step since the last reading; none is saved unseen."""
+        reading = self.meters.read(interrupts.asked)
+        for vitals in reading.steps:
+            self.health.examine(vitals)
+        self._figures = {
+            "loss": reading.loss,
+            "accuracy_by_position": reading.accuracy_by_position,
+            "gradient_norm": reading.gradient_norm,
+            "learning_rate": self.optimizer.param_groups[0]["lr"],
+        }
+        return reading
 
     def _learning_rate(self) -> float:
         """Linear warm-up, then linear decay to zero at `max_steps`."""
@@ -121,28 +210,44 @@ class Trainer:
             return self.params.learning_rate * (self.step + 1) / warmup
         return self.params.learning_rate * (total - self.step) / max(total - warmup, 1)
 
-    def _measure(self) -> Acceptance:
-        return measure(self.draft, self.head, self.vocab_map, self.heldout, self.params.ttt_length, self.num_steps)
-
-    def _keep_if_best(self, result: Step) -> None:
-        self.curve.append({"step": result.step, "loss": result.loss, "heldout": result.heldout.to_dict()})
+    def _evaluate(self, interrupts: Interrupts) -> Evaluation:
+        """Measure the draft, and keep it if none was better. This step is saved, so a signal ends it at once."""
+        try:
+            with interrupts.at_once(), self.processes.whole(self.train_step.module):
+                evaluation = self._measure() if self.processes.is_first else None
+        except Interrupted:
+            raise SystemExit(RETRY) from None
+        evaluation = self.processes.of_first(evaluation)
+        heldout = evaluation.heldout.to_dict()
+        self.curve.append({"step": self.step, "loss": self._figures["loss"], "heldout": heldout})
         if self.best is self.curve[-1]:
-            self.checkpoints.save_best(result.step, self.draft)
+            weights = gathered(self.draft.state_dict(), keep=self.processes.is_first)
+            if self.processes.is_first:
+                self.checkpoints.save_best(self.step, weights)
+        return evaluation
 
-    def _state(self) -> dict:
-        return {
-            "draft": self.draft.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "step": self.step,
-            "data": self.batches.state_dict(),
-            "curve": self.curve,
-            "best_step": self.best["step"] if self.curve else None,
-            "vocab_map_sha256": self.vocab_map.inputs_sha256,
-        }
+    def _measure(self) -> Evaluation:
+        heldout = measure(self.draft, self.head, self.vocab_map, self.heldout, self.params.ttt_length, self.num_steps)
+        return Evaluation(heldout, sample_proposals(self.draft, self.heldout, self.num_steps, self.vocab_map))
+
+    def _save(self) -> None:
+        state = training_state(self.draft, self.optimizer, keep=self.processes.is_first)
+        if self.processes.is_first:
+            state |= {
+                "step": self.step,
+                "data": self._position,
+                "curve": self.curve,
+                "figures": self._figures,
+                "health": self.health.state_dict(),
+                "best_step": self.best["step"] if self.curve else None,
+                "vocab_map_sha256": self.vocab_map.inputs_sha256,
+                "contract": self.contract.model_dump(mode="json"),
+            }
+            self.checkpoints.save(self.step, state)
 
     def _restore(self, state: dict) -> None:
-        self.draft.load_state_dict(state["draft"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step = state["step"]
+        restore(state, self.draft, self.optimizer)
+        self.step, self.curve, self._figures = state["step"], state["curve"], state["figures"]
+        self._position = state["data"]
         self.batches.load_state_dict(state["data"])
-        self.curve = state["curve"]
+        self.health.load_state_dict(state["health"])

@@ -153,12 +153,13 @@ class _Costs:
         supervised = self.load.answer_tokens / max(self.load.tokens, 1)
         chain = 6 * settings.ttt_length * each_step + 2 * hidden * settings.draft_vocab_size
         per_token = 6 * fc + supervised * chain
-        tokens = settings.max_steps * settings.batch_tokens
+        step_tokens = settings.batch_tokens * settings.global_batch_size
+        tokens = settings.max_steps * step_tokens
         flops = per_token * tokens + 2 * hidden * self.shape.vocab_size * self.load.answer_tokens
         seconds = START_S + flops / (self.pace.training * self.speed.matmul_flops)
         # Float32 weights and Adam's two moments, and the best draft beside them.
         size = (fc + each_step) * 4 * 4
-        basis = f"{settings.max_steps} steps of {settings.batch_tokens} tokens, {per_token / 1e6:.0f} MFLOP a token"
+        basis = f"{settings.max_steps} steps of {step_tokens} tokens, {per_token / 1e6:.0f} MFLOP a token"
         return Estimate("train_draft", tokens, seconds, size, int(not self.on_cpu), basis)
 
     def export_draft(self) -> Estimate:

@@ -52,6 +52,7 @@ def make_plan(
 ) -> Plan:
     """Gather what the run will do and cost."""
     train, serve = params.train_draft, params.serve
+    tokens = train.max_steps * train.global_batch_size * train.batch_tokens
     return Plan(
         folder=params.prompts.folder,
         sources=sources,
@@ -66,7 +67,7 @@ def make_plan(
             "draft_vocab_size": train.draft_vocab_size,
             "ttt_length": train.ttt_length,
             "max_steps": train.max_steps,
-            "epochs": round(train.max_steps * train.batch_tokens / load.train_tokens, 1) if load.train_tokens else None,
+            "epochs": round(tokens / load.train_tokens, 1) if load.train_tokens else None,
             "chain": [serve.num_steps, serve.eagle_topk, serve.num_draft_tokens],
             "benchmark_prompts": params.benchmark.num_prompts,
         },

@@ -156,5 +156,5 @@ def test_samples_that_supervise_nothing_are_left_out(tmp_path):
 
 
 def test_a_split_that_supervises_nothing_is_an_error(tmp_path):
-    with pytest.raises(DraftlineError, match="none of the 2 samples .s0, s1, .* has a supervised position"):
+    with pytest.raises(DraftlineError, match=r"none of the 2 samples .s0, s1, .* has a supervised position"):
         make_data(tmp_path, [6, 9], supervised=False)

@@ -1,7 +1,9 @@
 """Training beside the dump: the states come and go, and the draft learns from every one of them."""
 
 import multiprocessing
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -17,8 +19,10 @@ from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.data import DraftData
 from tasks.train_draft.online import RingSource
 from tasks.train_draft.prepare import prepare_training, write_result
+from tasks.train_draft.processes import Processes
 from tasks.train_draft.target_head import TargetHead, cache_target_argmax
 from tests.flows.processes import until
+from tests.train_draft.conftest import in_processes
 
 DRAFT, TRAIN = ARTIFACTS / "draft", HIDDEN_STATES / "train"
 SETTINGS = {
@@ -51,9 +55,9 @@ def make_params(project, tiny_params):
         write_jsonl(RESPONSES / f"{split}.jsonl", (row.to_row() for row in rows))
     load_model(tiny_params().target)  # imports, once for the child
 
-    def make(ahead_shards: int | None):
+    def make(ahead_shards: int | None, **changed):
         dump_settings = {"shard_tokens": 40, "ahead_shards": ahead_shards}
-        return tiny_params(dump=dump_settings, train_draft=SETTINGS, gates={"replay_samples": 1})
+        return tiny_params(dump=dump_settings, train_draft=SETTINGS | changed, gates={"replay_samples": 1})
 
     return make
 
@@ -79,11 +83,11 @@ def test_a_draft_is_trained_while_its_states_come_and_go(make_params, dumping):
     trainer, facts = prepare_training(params, DRAFT, RingSource)
     read = trainer._one_step
 
-    def one_step(batch):
+    def one_step(batches):
         nonlocal largest
         largest = max(largest, len(list(TRAIN.glob("shard-*.safetensors"))))
-        seen.extend(batch.samples.sample_ids)
-        return read(batch)
+        seen.extend(name for batch in batches for name in batch.samples.sample_ids)
+        return read(batches)
 
     trainer._one_step = one_step
     assert [step.step for step in trainer.steps()] == list(range(1, 9))
@@ -118,7 +122,7 @@ def test_an_epoch_of_the_ring_is_every_sample_once_with_the_targets_of_the_cache
     cached = {name: data.read([index]) for index, name in enumerate(states.ids)}
     dump(params)  # online: nothing is left to compute
     source, seen = RingSource(params), []
-    for batch in source.batches(head, tmp_path, form):
+    for batch in source.batches(head, tmp_path, form, Processes.alone(params)):
         for name, (start, end) in zip(batch.samples.sample_ids, batch.samples.bounds, strict=True):
             assert torch.equal(batch.target_argmax[start:end], cached[name].target_argmax)
             assert torch.equal(batch.samples.aux[start:end], cached[name].samples.aux)
@@ -136,7 +140,8 @@ def test_a_second_epoch_waits_for_another_dump(make_params, capsys, tmp_path):
     dump(params)
     source = RingSource(params)
     head = TargetHead(TargetWeights(model_folder(params.target)), TargetShape.of(load_config()), True, "cpu")
-    batches = iter(source.batches(head, tmp_path, BatchForm("cpu", torch.float32, 3, torch.arange(320), 64)))
+    form = BatchForm("cpu", torch.float32, 3, torch.arange(320), 64)
+    batches = iter(source.batches(head, tmp_path, form, Processes.alone(params)))
     seen: list[str] = []
     while len(seen) < 12:
         seen += next(batches).samples.sample_ids
@@ -158,3 +163,43 @@ def test_a_second_epoch_waits_for_another_dump(make_params, capsys, tmp_path):
 def test_training_on_states_that_come_and_go_needs_the_other_command(make_params):
     with pytest.raises(DraftlineError, match=r"python -m tasks\.train_draft\.online"):
         prepare_training(make_params(2), DRAFT)
+
+
+def ids_of_one_process(params) -> tuple[list[str], dict]:
+    """Samples of the steps that one of two processes computes, with the report."""
+    with Processes.joined(params) as processes:
+        trainer, facts = prepare_training(params, DRAFT, RingSource, processes)
+        seen, one_step = [], trainer._one_step
+
+        def noted(batches):
+            seen.extend(name for batch in batches for name in batch.samples.sample_ids)
+            one_step(batches)
+
+        trainer._one_step = noted
+        for _ in trainer.steps():
+            pass
+        return seen, write_result(trainer, DRAFT, facts) if processes.is_first else {}
+
+
+def test_two_processes_share_a_ring(make_params, dumping):
+    params = make_params(2, global_batch_size=2, max_steps=4)
+    (first, report), (second, _) = in_processes(2, ids_of_one_process, params)
+    assert not set(first) & set(second)
+    assert len(set(first + second)) == len(first + second) >= 8
+    assert report["curve"][-1]["step"] == 4
+
+
+def test_an_epoch_without_a_supervised_position_is_an_error(make_params, tmp_path):
+    params = make_params(99)
+    dump(params)
+    source = RingSource(params)
+
+    def unsupervised():
+        for plan in plan_shards("train", params, source.contract):
+            yield replace(plan, loss_mask=np.zeros_like(plan.loss_mask))
+
+    source._stream._plans, source._stream._check = unsupervised, lambda folder, plan: None
+    head = TargetHead(TargetWeights(model_folder(params.target)), TargetShape.of(load_config()), True, "cpu")
+    form = BatchForm("cpu", torch.float32, 3, torch.arange(320), 64)
+    with pytest.raises(DraftlineError, match=r"a whole epoch without a batch: no sample \(train-0, train-1, train-2"):
+        next(iter(source.batches(head, tmp_path, form, Processes.alone(params))))

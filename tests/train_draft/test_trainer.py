@@ -2,55 +2,11 @@ import pytest
 import torch
 
 from tasks.common.errors import DraftlineError
-from tasks.common.files import ARTIFACTS, read_json, write_json, write_jsonl
+from tasks.common.files import read_json, write_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, Sample
-from tasks.common.responses import RESPONSES, Response
-from tasks.dump_hidden_states.dump import dump
 from tasks.train_draft.prepare import prepare_training, write_result
 from tests.stored import write_split
-
-DRAFT = ARTIFACTS / "draft"
-SETTINGS = {
-    "draft_vocab_size": 200,
-    "max_steps": 8,
-    "batch_tokens": 64,
-    "warmup_steps": 2,
-    "checkpoint_every": 2,
-    "evaluate_every": 4,
-}
-
-
-@pytest.fixture
-def params(project, tiny_params):
-    torch.manual_seed(0)
-    for split, count in (("train", 9), ("heldout", 3)):
-        rows = [
-            Response(
-                f"{split}-{n}",
-                "chat",
-                [],
-                torch.randint(3, 60, (5 + n,)).tolist(),
-                torch.randint(3, 60, (9,)).tolist(),
-                "x",
-                "length",
-            )
-            for n in range(count)
-        ]
-        write_jsonl(RESPONSES / f"{split}.jsonl", (row.to_row() for row in rows))
-    params = tiny_params(train_draft=SETTINGS)
-    dump(params)
-    return params
-
-
-def train(params, until: int | None = None) -> dict | None:
-    """Train to the end, or stop dead after step `until`."""
-    trainer, facts = prepare_training(params, DRAFT)
-    for step in trainer.steps():
-        if step.step == until:
-            return None
-    report = write_result(trainer, DRAFT, facts)
-    trainer.checkpoints.remove()
-    return report
+from tests.train_draft.conftest import DRAFT, SETTINGS, train
 
 
 def test_two_runs_give_the_same_bytes(params):

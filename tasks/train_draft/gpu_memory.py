@@ -1,0 +1,115 @@
+"""How many tokens of a batch the GPU holds, from what batches really took."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from tasks.common.errors import DraftlineError
+from tasks.train_draft.batch import Batch
+from tasks.train_draft.data import DraftData
+
+# The allocator splits its blocks, so not all that is free can be used.
+_USABLE = 0.92
+_MULTIPLE = 64  # tokens
+
+
+class MemoryByTokens:
+    """What a batch takes: bytes that are held without it, and so many for each of its tokens.
+
+    Attributes:
+        peak: the highest of all batches, bytes.
+    """
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._held = 0
+        self._bytes_per_token = 0.0
+
+    def observe(self, tokens: int, held: int, peak: int) -> None:
+        """Take in a batch that fitted. The largest says most about larger ones."""
+        self._held = max(self._held, held)
+        if peak > self.peak:
+            self.peak, self._bytes_per_token = peak, (peak - held) / tokens
+
+    @contextmanager
+    def observed(self, batch: Batch) -> Iterator[None]:
+        """Run the batch within the block; on a CPU nothing is noted."""
+        device = batch.target_argmax.device
+        if device.type != "cuda":
+            yield
+            return
+        torch.cuda.reset_peak_memory_stats(device)
+        held = torch.cuda.memory_allocated(device) - batch.samples.aux.nbytes - batch.samples.last.nbytes
+        yield
+        self.observe(batch.samples.num_tokens, held, torch.cuda.max_memory_allocated(device))
+
+    def fitting_tokens(self, capacity: int, still_to_come: int = 0) -> int | None:
+        """Tokens that `capacity` bytes hold; None where nothing was observed.
+
+        Args:
+            still_to_come: bytes that are held later and were not while batches were observed.
+        """
+        if not self._bytes_per_token:
+            return None
+        tokens = int((_USABLE * capacity - self._held - still_to_come) / self._bytes_per_token)
+        return max(tokens // _MULTIPLE * _MULTIPLE, 0)
+
+
+def capacity(device: str) -> int:
+    """Bytes of the GPU that are free or this process's."""
+    if not device.startswith("cuda"):
+        return 0
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Of the parameters, or of this process's shards of them."""
+    shards = (p.to_local() if isinstance(p, DTensor) else p for p in module.parameters())
+    return sum(shard.nbytes for shard in shards)
+
+
+def out_of_memory(step: int, batch: Batch, batch_tokens: int, fitting: int | None, peak: int) -> DraftlineError:
+    """The error for a batch that did not fit.
+
+    Args:
+        fitting: tokens that fit by what was measured (`MemoryByTokens.fitting_tokens`).
+        peak: bytes of the largest batch that did fit.
+    """
+    tokens, names = batch.samples.num_tokens, ", ".join(batch.samples.sample_ids)
+    message = f"step {step}: the GPU has too little memory for a batch of {tokens} tokens, samples {names}. "
+    if fitting is None:
+        return DraftlineError(
+            f"{message}Nothing was measured yet: set train_draft.batch_tokens to {batch_tokens // 2}, or let "
+            f"`python -m tasks.train_draft.batch_tokens` find the largest."
+        )
+    fitting = min(fitting, tokens * 3 // 4)  # this one did not fit, whatever the others took
+    measured = f"By what batches took so far (at most {peak / 2**30:.1f} GiB), {fitting} tokens fit: "
+    if len(batch.samples.bounds) == 1 and tokens > batch_tokens:
+        return DraftlineError(
+            f"{message}{measured}this one sample alone is longer. Lower prompts.max_prompt_tokens or regenerate.max_new_tokens, "
+            f"or train with train_draft.parallel: fsdp on more GPUs."
+        )
+    return DraftlineError(
+        f"{message}{measured}set train_draft.batch_tokens to {fitting}, and raise train_draft.global_batch_size by as much if a "
+        f"step shall see as many tokens as before."
+    )
+
+
+def try_smaller(memory: MemoryByTokens, samples: DraftData, tokens: int, run: Callable[[Batch], object]) -> None:
+    """Run batches of half as many tokens, of a quarter and so on, until one fits."""
+    ends = np.cumsum(samples.states.tokens[samples.usable])
+    while (tokens := tokens // 2) >= _MULTIPLE:
+        torch.cuda.empty_cache()
+        form = replace(samples.form, batch_tokens=tokens)  # it says how far a batch is padded
+        smaller = DraftData(samples.states, samples.target_argmax, tokens, form)
+        with suppress(torch.OutOfMemoryError):
+            batch = smaller.read(samples.usable[: max(1, np.searchsorted(ends, tokens, "right"))].tolist())
+            with memory.observed(batch):
+                run(batch)
+            return

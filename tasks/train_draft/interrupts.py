@@ -1,0 +1,55 @@
+"""Signals that end training without losing a step: SIGTERM, SIGINT and SIGHUP."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+# sysexits.h: try again. Whoever started the run starts it once more, and it goes on from where it was.
+RETRY = os.EX_TEMPFAIL
+_NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """Raised where a signal came while there was nothing to finish."""
+
+
+class Interrupts:
+    """While it is entered a signal is noted in `asked`, and raises only within `at_once`.
+
+    One signal or many are the same: a run that is asked to stop by its group and by its launcher hears of it twice.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._at_once = False
+
+    def __enter__(self) -> "Interrupts":
+        self._before = {number: signal.getsignal(number) for number in _NUMBERS}
+        for number, handler in self._before.items():
+            if handler is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if not self.asked:  # else what closes files and runs now is not cut short either
+            for number, handler in self._before.items():
+                signal.signal(number, handler)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Within the block a signal, also one that came before, raises Interrupted."""
+        self._at_once = True
+        try:
+            if self.asked:
+                raise Interrupted
+            yield
+        finally:
+            self._at_once = False
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        if self._at_once:
+            self._at_once = False
+            raise Interrupted
