@@ -1,6 +1,7 @@
 """How good the draft is on held-out answers: accuracy on given tokens, acceptance on its own."""
 
 from dataclasses import asdict, dataclass
+from itertools import chain
 
 import torch
 
@@ -9,6 +10,7 @@ from tasks.common.vocab_map import VocabMap
 from tasks.common.walk import correct_drafts, round_starts, walk
 from tasks.train_draft.data import DraftData
 from tasks.train_draft.loss import STEP_WEIGHT
+from tasks.train_draft.processes import Processes
 from tasks.train_draft.step import TttLoss
 from tasks.train_draft.target_head import RestrictedHead
 
@@ -40,31 +42,41 @@ class Acceptance:
 
 @torch.no_grad()
 def measure(
-    draft: Eagle3Draft, head: RestrictedHead, vocab_map: VocabMap, heldout: DraftData, ttt_length: int, num_steps: int
+    draft: Eagle3Draft,
+    head: RestrictedHead,
+    vocab_map: VocabMap,
+    heldout: DraftData,
+    ttt_length: int,
+    num_steps: int,
+    processes: Processes | None = None,
 ) -> Acceptance:
     """Evaluate a draft.
 
     Args:
         ttt_length: K, steps of the teacher-forced figures.
         num_steps: tokens a round drafts on the draft's own tokens (serve.num_steps).
+        processes: that share the answers; each of them takes part, and has the figures over all.
     """
-    loss, positions, supervised, right = torch.zeros(4, ttt_length, dtype=torch.float64)
+    rank, size = (processes.rank, processes.size) if processes else (0, 1)
+    sums = torch.zeros(4, ttt_length, dtype=torch.float64)
     ttt_loss = TttLoss(draft, head)
     everywhere: list[int] = []
     rounds: list[int] = []
-    for indices in heldout.batches(heldout.usable):
+    for indices in heldout.batches(heldout.usable)[rank::size]:
         batch = heldout.read(indices)
-        _, sums = ttt_loss(batch, batch.lessons.loss_positions)
-        loss += sums.loss.cpu()
-        positions += sums.loss_positions.cpu()
-        supervised += sums.supervised.cpu()
-        right += sums.correct.cpu()
+        _, found = ttt_loss(batch, batch.lessons.loss_positions)
+        sums += torch.stack([found.loss, found.loss_positions, found.supervised, found.correct]).cpu()
         rows = round_starts(batch.samples)
         if len(rows):
             proposed = draft.propose(batch.samples, rows, num_steps, vocab_map)
             correct = correct_drafts(batch.samples, rows, proposed)
             everywhere += correct.tolist()
             rounds += walk(rows, correct)
+    if processes:
+        shares = processes.gather((sums, everywhere, rounds))
+        sums = sum(of_share for of_share, _, _ in shares)
+        everywhere, rounds = (list(chain.from_iterable(share[part] for share in shares)) for part in (1, 2))
+    loss, positions, supervised, right = sums
     mean_losses = (loss / positions.clamp(min=1)).tolist()
     return Acceptance(
         loss=sum(STEP_WEIGHT**i * loss for i, loss in enumerate(mean_losses)),

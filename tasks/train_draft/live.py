@@ -2,27 +2,25 @@
 
 import time
 
-import torch
-
 from tasks.common.params import Params
 from tasks.common.progress import progress
 from tasks.common.target import load_tokenizer
 from tasks.common.tracking import Tracker
+from tasks.train_draft.evaluation import Step
 from tasks.train_draft.proposals import as_columns
-from tasks.train_draft.trainer import Step, Trainer
+from tasks.train_draft.trainer import Trainer
 
 
 def show_steps(trainer: Trainer, params: Params, tracker: Tracker) -> None:
     """Train to the end, showing each step."""
-    tokens, began, predicted = 0, time.monotonic(), ""
-    device = torch.device(trainer.processes.device)
+    tokens, began, predicted, tokenizer = 0, time.monotonic(), "", load_tokenizer()
     with progress(total=params.train_draft.max_steps, initial=trainer.step, desc="training", unit="step") as bar:
         for step in trainer.steps():
             tokens += step.tokens
             numbers = _numbers(step) | {"train/tokens_per_s": tokens / (time.monotonic() - began)}
             memory = ""
-            if device.type == "cuda":
-                numbers["train/gpu_memory_gib"] = torch.cuda.max_memory_reserved(device) / 2**30
+            if trainer.memory.peak:
+                numbers["train/gpu_memory_gib"] = trainer.memory.peak / 2**30
                 memory = f", {numbers['train/gpu_memory_gib']:.1f} GiB"
             if step.heldout:
                 predicted = f", predicted AL {step.heldout.predicted_accept_length:.2f}"
@@ -39,7 +37,7 @@ def show_steps(trainer: Trainer, params: Params, tracker: Tracker) -> None:
             bar.update(step.step - bar.n)
             tracker.log_metrics(numbers, step.step)  # one transaction
             if step.evaluation:
-                tracker.log_table(as_columns(step.step, step.evaluation.proposals, load_tokenizer()), "proposals")
+                tracker.log_table(as_columns(step.step, step.evaluation.proposals, tokenizer), "proposals")
 
 
 def _numbers(step: Step) -> dict[str, float]:

@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tasks.common.errors import DraftlineError
 from tasks.common.params import PARAMS, Params
 
+_VARIABLES = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
 # One process prepares or evaluates while the others wait; if it dies its connection closes and they do not wait longer.
 _PATIENCE = timedelta(days=1)
 # torchrun takes the first one that it sees ended for the cause: those that only follow end later.
@@ -190,34 +190,6 @@ class Processes:
         module.unshard()
         yield
         module.reshard()
-
-
-_VARIABLES = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
-
-
-def gathered(value: Any, keep: bool = True) -> Any:
-    """A state dict with whole tensors on the CPU, from one whose tensors may be shards; every process takes part.
-
-    Args:
-        keep: whether this process wants them; else there is None in place of each.
-    """
-    if isinstance(value, dict):
-        return {key: gathered(item, keep) for key, item in value.items()}
-    if isinstance(value, list):
-        return [gathered(item, keep) for item in value]
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu() if keep else None
-    return value
-
-
-def like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A whole tensor as this process holds `parameter`: its shard, or the same."""
-    if not isinstance(parameter, DTensor) or value.shape != parameter.shape:
-        return value
-    value = value.to(parameter.device)
-    return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
 def _summed(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -1,7 +1,6 @@
 """The training loop: AdamW on the TTT loss, the best draft by predicted acceptance length kept."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -13,56 +12,25 @@ from tasks.common.draft import Eagle3Draft
 from tasks.common.errors import DraftlineError
 from tasks.common.params import TrainDraft
 from tasks.common.vocab_map import VocabMap
-from tasks.train_draft.acceptance import Acceptance, measure
+from tasks.train_draft.acceptance import measure
 from tasks.train_draft.batch import Batch
 from tasks.train_draft.checkpoints import Checkpoints
 from tasks.train_draft.data import BatchStream, DraftData
+from tasks.train_draft.evaluation import Evaluation, Step
 from tasks.train_draft.gpu_memory import MemoryByTokens, capacity, held_bytes, out_of_memory, try_smaller
 from tasks.train_draft.health import Health, target_entropy
 from tasks.train_draft.interrupts import RETRY, Interrupted, Interrupts
 from tasks.train_draft.meters import Meters, Reading
-from tasks.train_draft.processes import Processes, SharedExit, gathered
-from tasks.train_draft.proposals import Proposal, sample_proposals
+from tasks.train_draft.processes import Processes, SharedExit
+from tasks.train_draft.proposals import sample_proposals
 from tasks.train_draft.ring import RingStream
-from tasks.train_draft.state import restore, training_state
+from tasks.train_draft.schedule import learning_rate
+from tasks.train_draft.state import gathered, restore, training_state
 from tasks.train_draft.step import TrainStep
 from tasks.train_draft.target_head import RestrictedHead
 
 # Reading a number waits for the device: on a GPU so many steps are read at once.
 _STEPS_A_READING = {"cpu": 1, "cuda": 10}
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Figures over the held-out answers, and some of what was proposed there."""
-
-    heldout: Acceptance
-    proposals: list[Proposal]
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the steps since the last one gave: on a CPU one, on a GPU a few.
-
-    Attributes:
-        step: the last of them.
-        loss: weighted TTT loss, nats.
-        accuracy_by_position: on teacher-forced tokens, one per TTT step.
-        gradient_norm: the largest, before it was clipped.
-        evaluation: where this step was evaluated.
-    """
-
-    step: int
-    loss: float
-    accuracy_by_position: list[float]
-    gradient_norm: float
-    learning_rate: float
-    tokens: int
-    evaluation: Evaluation | None
-
-    @property
-    def heldout(self) -> Acceptance | None:
-        return self.evaluation.heldout if self.evaluation else None
 
 
 class Trainer:
@@ -160,7 +128,7 @@ class Trainer:
 
     def _one_step(self, batches: list[Batch]) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate()
+            group["lr"] = learning_rate(self.params, self.step)
         self.optimizer.zero_grad(set_to_none=True)
         positions = torch.stack([self.train_step.loss_positions(batch) for batch in batches]).sum(0)
         positions = self.processes.sum(positions)
@@ -203,23 +171,15 @@ class Trainer:
         }
         return reading
 
-    def _learning_rate(self) -> float:
-        """Linear warm-up, then linear decay to zero at `max_steps`."""
-        warmup, total = self.params.warmup_steps, self.params.max_steps
-        if self.step < warmup:
-            return self.params.learning_rate * (self.step + 1) / warmup
-        return self.params.learning_rate * (total - self.step) / max(total - warmup, 1)
-
     def _evaluate(self, interrupts: Interrupts) -> Evaluation:
         """Measure the draft, and keep it if none was better. This step is saved, so a signal ends it at once."""
         try:
             with interrupts.at_once(), self.processes.whole(self.train_step.module):
-                evaluation = self._measure() if self.processes.is_first else None
+                evaluation = self._measure()
         except Interrupted:
             raise SystemExit(RETRY) from None
-        evaluation = self.processes.of_first(evaluation)
-        heldout = evaluation.heldout.to_dict()
-        self.curve.append({"step": self.step, "loss": self._figures["loss"], "heldout": heldout})
+        point = {"step": self.step, "loss": self._figures["loss"], "heldout": evaluation.heldout.to_dict()}
+        self.curve.append(point)
         if self.best is self.curve[-1]:
             weights = gathered(self.draft.state_dict(), keep=self.processes.is_first)
             if self.processes.is_first:
@@ -227,8 +187,11 @@ class Trainer:
         return evaluation
 
     def _measure(self) -> Evaluation:
-        heldout = measure(self.draft, self.head, self.vocab_map, self.heldout, self.params.ttt_length, self.num_steps)
-        return Evaluation(heldout, sample_proposals(self.draft, self.heldout, self.num_steps, self.vocab_map))
+        sizes = (self.params.ttt_length, self.num_steps)
+        heldout = measure(self.draft, self.head, self.vocab_map, self.heldout, *sizes, self.processes)
+        shown = self.processes.is_first
+        proposals = sample_proposals(self.draft, self.heldout, self.num_steps, self.vocab_map) if shown else []
+        return Evaluation(heldout, proposals)
 
     def _save(self) -> None:
         state = training_state(self.draft, self.optimizer, keep=self.processes.is_first)

@@ -14,7 +14,8 @@ from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, Sample
 from tasks.train_draft.interrupts import RETRY
 from tasks.train_draft.prepare import prepare_training
-from tasks.train_draft.processes import Processes, gathered
+from tasks.train_draft.processes import Processes
+from tasks.train_draft.state import gathered
 from tests.stored import copy_of, write_split
 from tests.train_draft.conftest import CHECKPOINTS, DRAFT, SETTINGS, files, in_processes, train
 
