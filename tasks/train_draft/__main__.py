@@ -24,12 +24,13 @@ def main(params: Params, tracker: Tracker) -> None:
 
 def train(params: Params, tracker: Tracker, open_source) -> None:
     """Train on the states of `open_source(params)` (source.py)."""
+    from tasks.train_draft.interrupts import retryable
     from tasks.train_draft.live import show_steps
     from tasks.train_draft.prepare import prepare_training, write_result
     from tasks.train_draft.processes import Processes
 
     folder = ARTIFACTS / "draft"
-    with Processes.joined(params) as processes:
+    with retryable(), Processes.joined(params) as processes:
         trainer, facts = prepare_training(params, folder, open_source, processes)
         if not processes.is_first:
             for _ in trainer.steps():

@@ -56,8 +56,8 @@ class Checkpoints:
             DraftlineError: the disk is full; earlier checkpoints stay.
         """
         path, best = self._path(step), state["best_step"]
-        with replacing(path) as partial:
-            torch.save(state, partial)
+        with replacing(path) as partial, open(partial, "wb") as file:  # given a name, torch hides why it cannot write
+            torch.save(state, file)
         record = {"sha256": sha256_file(path), "vocab_map_sha256": state["vocab_map_sha256"], "best_step": best}
         write_json(path.with_suffix(".json"), record | {"best_sha256": self._best_sha256.get(best)})
         sync_folder(self.folder)

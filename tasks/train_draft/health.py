@@ -19,13 +19,15 @@ from tasks.train_draft.target_head import RestrictedHead
 # those before. Sound runs have single spikes, and norms that drift by a factor of a few within the window.
 _WINDOW, _MIN_NORMS = 200, 20
 _EXPLODING_STEPS, _EXPLOSION = 5, 50.0
+# So many steps in a row whose loss is so many times that of the first few: worse than not to train.
+_DIVERGED_STEPS, _DIVERGED, _FIRST = 50, 1.5, 5
 # With so many supervised positions chance alone does not put all of their targets outside the draft vocabulary.
 _ENOUGH_POSITIONS = 30
-# Losses of the start that later ones are compared with, and how many there must be of those.
-_START, _LATER = 50, 50
-# Of the way from the start to the entropy of the targets: less than this is no progress, and less than so many nats
-# a position leave none to be made.
-_NO_PROGRESS, _NO_ROOM = 0.01, 0.05
+# Losses are looked at after so many steps, and each time that there are twice as many: their first half with their second.
+_FIRST_LOOK = 100
+# A loss moves once it has fallen by such a share. It stands still if at its pace the whole run would close less than such a
+# share of the way to the entropy of the targets, unless so few nats a position are left of it.
+_MOVES, _STANDS, _NO_ROOM = 0.01, 0.05, 0.05
 # One-sided 99.9 % of a normal distribution.
 _Z = 3.1
 _ENTROPY_SAMPLES, _ENTROPY_POSITIONS = 8, 512
@@ -69,12 +71,13 @@ class Health:
         """
         self._entropy, self._gather = entropy, gather
         self._weights = sum(STEP_WEIGHT**i for i in range(params.ttt_length))
-        # A slow start is not a standstill: warm-up is over, and a tenth of the run.
-        self._first_look = max(_START + _LATER, params.warmup_steps + _LATER, params.max_steps // 10)
+        self._max_steps = params.max_steps
+        self._next_look = max(_FIRST_LOOK, 2 * params.warmup_steps)
         self._norms: deque[float] = deque(maxlen=_WINDOW)
         self._exploding: list[Vitals] = []
-        self._start: list[float] = []
-        self._later = [0, 0.0, 0.0]  # number, sum and sum of squares of the losses since
+        self._first: list[float] = []
+        self._above = 0  # steps in a row
+        self._losses: list[float] | None = []  # until they have moved
 
     def examine(self, vitals: Vitals) -> None:
         """Take in one step.
@@ -85,16 +88,17 @@ class Health:
         self._require_positions(vitals)
         self._require_finite(vitals)
         self._require_no_explosion(vitals)
+        self._require_no_divergence(vitals)
         self._require_progress(vitals)
 
     def state_dict(self) -> dict[str, Any]:
         """What the verdict on later steps depends on."""
-        return {"norms": list(self._norms), "start": list(self._start), "later": list(self._later)}
+        return {"norms": list(self._norms), "first": self._first, "losses": self._losses, "next_look": self._next_look}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what `state_dict` gave."""
         self._norms = deque(state["norms"], maxlen=_WINDOW)
-        self._start, self._later = list(state["start"]), list(state["later"])
+        self._first, self._losses, self._next_look = state["first"], state["losses"], state["next_look"]
 
     def _require_positions(self, vitals: Vitals) -> None:
         if not vitals.supervised:
@@ -136,25 +140,41 @@ class Health:
                 f"lengthen train_draft.warmup_steps, and look at the states of these samples."
             )
 
+    def _require_no_divergence(self, vitals: Vitals) -> None:
+        if len(self._first) < _FIRST:
+            self._first.append(vitals.loss)
+            return
+        first = statistics.fmean(self._first)
+        self._above = self._above + 1 if vitals.loss > _DIVERGED * first else 0
+        if self._above == _DIVERGED_STEPS:
+            raise SharedError(
+                f"step {vitals.step}: the loss is {vitals.loss:.3g}, and for {_DIVERGED_STEPS} steps it was more than {_DIVERGED} times "
+                f"the {first:.3g} that it began with. Last samples: {self._samples(vitals)}. The draft diverges: lower "
+                f"train_draft.learning_rate or lengthen train_draft.warmup_steps."
+            )
+
     def _require_progress(self, vitals: Vitals) -> None:
-        if len(self._start) < _START:
-            self._start.append(vitals.loss)
+        if self._losses is None:
             return
-        number, total, squares = self._later
-        self._later = [number + 1, total + vitals.loss, squares + vitals.loss**2]
-        if vitals.step < self._first_look or self._later[0] % _LATER:
+        self._losses.append(vitals.loss)
+        number = len(self._losses)
+        if number < self._next_look:
             return
-        number, total, squares = self._later
-        start, now = statistics.fmean(self._start), total / number
-        variance = statistics.variance(self._start) / _START + max(squares / number - now**2, 0.0) / number
-        at_most = start - now + _Z * math.sqrt(variance)  # what the loss fell by, if chance was against it
-        if at_most > _NO_PROGRESS * start:
+        self._next_look *= 2
+        before, since = self._losses[: number // 2], self._losses[number // 2 :]
+        start, now = statistics.fmean(before), statistics.fmean(since)
+        error = _Z * math.sqrt(statistics.variance(before) / len(before) + statistics.variance(since) / len(since))
+        if start - now - error > _MOVES * start:
+            self._losses = None
+            return
+        pace = (abs(start - now) + error) * self._max_steps / len(since)  # of the whole run, if chance was against it
+        if pace > _STANDS * start:
             return  # the entropy can only make the way shorter
         floor = self._weights * self._entropy()
-        if start - floor > _NO_ROOM * self._weights and at_most < _NO_PROGRESS * (start - floor):
+        if start - floor > _NO_ROOM * self._weights and pace < _STANDS * (start - floor):
             raise SharedError(
-                f"step {vitals.step}: the loss does not move: {start:.3f} over the first {_START} steps, {now:.3f} over the "
-                f"{number} since, where the target's own entropy is {floor:.3f}. Last samples: {self._samples(vitals)}. Is "
+                f"step {vitals.step}: the loss does not move: {start:.3f} over the first {len(before)} steps, {now:.3f} over the "
+                f"{len(since)} since, where the target's own entropy is {floor:.3f}. Last samples: {self._samples(vitals)}. Is "
                 f"train_draft.learning_rate too low or far too high? If not, states and tokens do not belong together: run "
                 f"`python -m tasks.gate_hidden_states`, which replays samples through the target."
             )

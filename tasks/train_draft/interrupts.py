@@ -11,6 +11,18 @@ RETRY = os.EX_TEMPFAIL
 _NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
+@contextmanager
+def retryable() -> Iterator[None]:
+    """Also a signal before the first step or after the last one ends with RETRY: what there is to lose is on the disk."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise SystemExit(RETRY) from None
+    except SystemExit as error:
+        signalled = error.code in [128 + number for number in _NUMBERS]
+        raise SystemExit(RETRY if signalled else error.code) from None
+
+
 class Interrupted(BaseException):
     """Raised where a signal came while there was nothing to finish."""
 

@@ -1,0 +1,121 @@
+"""Checkpoints: what is on the disk after any death, and what is taken up again."""
+
+import pytest
+import torch
+
+from tasks.common.errors import DraftlineError
+from tasks.train_draft.checkpoints import Checkpoints
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "draft" / "checkpoints"
+
+
+def state(step: int, best_step: int | None = None) -> dict:
+    return {"weights": torch.full((50_000,), float(step)), "best_step": best_step, "vocab_map_sha256": "v"}
+
+
+def save(checkpoints: Checkpoints, *steps: int, best_step: int | None = None) -> None:
+    for step in steps:
+        checkpoints.save(step, state(step, best_step))
+
+
+def newest(folder, key: str = "k" * 64) -> float | None:
+    """The step whose state is found by a new process."""
+    checkpoints = Checkpoints(folder, key)
+    step = checkpoints.newest("v")
+    return None if step is None else checkpoints.load(step)["weights"][0].item()
+
+
+def test_the_newest_two_are_kept(folder):
+    checkpoints = Checkpoints(folder, "k" * 64)
+    save(checkpoints, 1, 2, 3, 4)
+    assert newest(folder) == 4
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["run.json", "step-00000003.json", "step-00000003.pt", "step-00000004.json", "step-00000004.pt"]
+
+
+def cut_off(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def remove(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("damage", [cut_off, flip_a_bit, empty, remove])
+@pytest.mark.parametrize("name", ["step-00000002.pt", "step-00000002.json", "best-00000002.safetensors"])
+def test_a_damaged_one_is_passed_over_with_a_line(folder, damage, name, capsys):
+    checkpoints = Checkpoints(folder, "k" * 64)
+    save(checkpoints, 1)
+    checkpoints.save_best(2, {"w": torch.zeros(1000)})
+    save(checkpoints, 2, best_step=2)
+    damage(folder / name)
+    assert newest(folder) == 1
+    said = capsys.readouterr().out
+    assert "going back to the one before" in said or (name == "step-00000002.pt" and damage is remove)
+
+
+def test_a_best_draft_is_known_again_after_a_new_start(folder):
+    checkpoints = Checkpoints(folder, "k" * 64)
+    checkpoints.save_best(1, {"w": torch.zeros(1000)})
+    save(checkpoints, 2, best_step=1)
+    again = Checkpoints(folder, "k" * 64)
+    again.load(again.newest("v"))
+    save(again, 3, 4, 5, best_step=1)
+    assert newest(folder) == 5
+
+
+def test_a_full_disk_is_said_and_the_earlier_checkpoint_stays(folder):
+    checkpoints = Checkpoints(folder, "k" * 64)
+    save(checkpoints, 1)
+    (folder / ".step-00000002.pt.partial").symlink_to("/dev/full")  # every write there finds no room
+    with pytest.raises(DraftlineError, match=r"step-00000002.pt: cannot be written, the disk is full"):
+        save(checkpoints, 2)
+    assert newest(folder) == 1
+    save(checkpoints, 2)
+    assert newest(folder) == 2
+
+
+def test_what_a_killed_writer_left_is_removed(folder):
+    save(Checkpoints(folder, "k" * 64), 1)
+    (folder / ".step-00000002.pt.partial").write_bytes(b"half")
+    assert newest(folder) == 1
+    assert not list(folder.glob(".*"))
+
+
+def test_those_of_other_settings_are_set_aside_and_found_by_theirs(folder, capsys):
+    save(Checkpoints(folder, "a" * 64), 5)
+    assert newest(folder, "b" * 64) is None
+    assert "starting anew. They are kept in" in capsys.readouterr().out
+    save(Checkpoints(folder, "b" * 64), 2)
+    assert newest(folder, "a" * 64) == 5
+    assert newest(folder, "b" * 64) == 2
+
+
+def test_of_what_is_set_aside_two_are_kept(folder):
+    for key in "abcde":
+        save(Checkpoints(folder, key * 64), 1)
+    assert len(list((folder.parents[1] / "draft_set_aside").iterdir())) == 2
+    assert newest(folder, "d" * 64) == 1
+    assert newest(folder, "a" * 64) is None
+
+
+def test_another_vocabulary_map_is_refused(folder):
+    checkpoints = Checkpoints(folder, "k" * 64)
+    save(checkpoints, 1)
+    with pytest.raises(
+        DraftlineError, match=r"vocabulary map v, this run's is w: the rows of the head would mean other"
+    ):
+        checkpoints.newest("w")

@@ -1,0 +1,143 @@
+"""A real run that is signalled or killed: nothing that was trained is lost, and its end is that of a run left in peace."""
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+import torch
+
+from tasks.common.target import load_model
+from tasks.train_draft.interrupts import RETRY, retryable
+from tests.flows.processes import until
+from tests.train_draft.conftest import CHECKPOINTS, DRAFT, SETTINGS, files, train
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def uninterrupted(params):
+    """The files of a run that nothing disturbed, which are then removed."""
+    load_model(params.target)  # imports, once for all children
+    return whole(params)
+
+
+def whole(params) -> dict[str, bytes]:
+    finish(start(params))
+    found = files()
+    shutil.rmtree(DRAFT)
+    return found
+
+
+def start(params, session: bool = False):
+    def run() -> None:
+        if session:
+            os.setsid()
+        torch.set_num_threads(1)  # a parent's threads do not live on in what is forked
+        train(params)
+
+    process = FORK.Process(target=run)
+    process.start()
+    return process
+
+
+def finish(process) -> None:
+    process.join()
+    assert process.exitcode == 0
+
+
+def steps() -> list[int]:
+    return sorted(int(path.stem.removeprefix("step-")) for path in CHECKPOINTS.glob("step-*.json"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_saves_the_step_and_says_try_again(params, tiny_params, number, capfd):
+    rare = SETTINGS | {"max_steps": 300, "checkpoint_every": 1000, "evaluate_every": 1000}
+    params = tiny_params(train_draft=rare)
+    process = start(params)
+    until((CHECKPOINTS / "heldout_argmax.npy").exists, every=0.01)
+    time.sleep(0.3)
+    os.kill(process.pid, number)
+    process.join()
+    assert process.exitcode == RETRY == 75
+    (saved,) = steps()
+    assert 0 < saved < 300
+    again = start(params)
+    until(lambda: f"resuming after step {saved} of 300" in capfd.readouterr().out, every=0.01)
+    os.kill(again.pid, number)
+    again.join()
+
+
+def test_a_run_that_was_stopped_again_and_again_ends_with_the_same_bytes(params, uninterrupted):
+    stopped = 0
+    while (process := start(params)) is not None:
+        before = steps()
+        until(lambda before=before, process=process: steps() != before or not process.is_alive(), every=0.001)
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGTERM)
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode in (RETRY, -signal.SIGTERM)  # this: before the first step or after the last
+        stopped += process.exitcode == RETRY
+    assert stopped
+    assert files() == uninterrupted
+
+
+def test_readers_outlive_a_signal_to_the_group_and_leave_with_the_trainer(params, tiny_params, uninterrupted):
+    process = start(tiny_params(train_draft=SETTINGS | {"data_workers": 1}), session=True)
+    until(steps, every=0.001)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.join()
+    assert process.exitcode in (RETRY, 0, -signal.SIGTERM)
+    until(lambda: not group_is_alive(process.pid), seconds=30)
+    finish(start(params))
+    assert files() == uninterrupted
+
+
+def group_is_alive(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [(SystemExit(143), RETRY), (SystemExit(129), RETRY), (KeyboardInterrupt(), RETRY), (SystemExit(1), 1)],
+)
+def test_a_signal_outside_the_steps_says_try_again_too(raised, code):
+    with pytest.raises(SystemExit) as left, retryable():
+        raise raised
+    assert left.value.code == code
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("data_workers", [0, 1])
+def test_killed_at_twenty_random_moments_it_ends_with_the_same_bytes(params, tiny_params, data_workers):
+    """R5: optimiser, schedule, order of the data and the best draft are those of a run left in peace."""
+    load_model(params.target)
+    often = SETTINGS | {"max_steps": 60, "checkpoint_every": 2, "evaluate_every": 6, "data_workers": data_workers}
+    params = tiny_params(train_draft=often)
+    began = time.monotonic()
+    uninterrupted = whole(params)
+    lasted = time.monotonic() - began
+    moments, killed, at = random.Random(0), 0, []
+    while killed < 20:
+        process = start(params)
+        time.sleep(moments.uniform(0, lasted / 3))
+        process.kill()
+        process.join()
+        if process.exitcode == 0:  # it was through already
+            assert files() == uninterrupted
+            shutil.rmtree(DRAFT)
+        else:
+            killed += 1
+            at.append(max(steps(), default=0))
+    finish(start(params))
+    assert files() == uninterrupted
+    assert len(set(at)) > 3, f"killed after the checkpoints {at}"
