@@ -104,8 +104,8 @@ class RandomTarget:
         self.head, self.norm = torch.randn(self.vocab, HIDDEN), torch.rand(HIDDEN) + 0.5
         self.lm_head, self.final_norm = (lambda: self.head), (lambda: self.norm)
 
-    def own_head(self) -> TargetHead:
-        return TargetHead(self, self, self.last_is_normed, "cpu")
+    def own_head(self, device: str = "cpu") -> TargetHead:
+        return TargetHead(self, self, self.last_is_normed, device)
 
     def logits(self, last: torch.Tensor) -> torch.Tensor:
         """In float64, all V."""
@@ -214,6 +214,7 @@ def make_batch(
     vocab_map: VocabMap | None = None,
     batch_tokens: int = 1,
     dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
 ) -> Batch:
     """Packed as training packs them.
 
@@ -221,15 +222,17 @@ def make_batch(
         target: by default one that predicts token 0 everywhere.
         batch_tokens: multiple that the token axis is padded to, where kernels are compiled.
     """
-    form = BatchForm.of(vocab_map or make_map(VOCAB), "cpu", dtype, num_steps, batch_tokens)
+    form = BatchForm.of(vocab_map or make_map(VOCAB), device, dtype, num_steps, batch_tokens)
     nothing = [torch.where(F.pad(sample.loss_mask[1:], (0, 1)) > 0, 0, -1) for sample in samples]
     greedy = [target.own_head().greedy(sample.loss_mask, sample.last) for sample in samples] if target else nothing
     stored = [(sample, None, None) for sample in samples]
-    return StoredBatch.of(stored, torch.cat(greedy), form).on("cpu", dtype)
+    return StoredBatch.of(stored, torch.cat(greedy), form).on(device, dtype)
 
 
-def own_head(target: RandomTarget, vocab_map: VocabMap, dtype: torch.dtype = torch.float32) -> RestrictedHead:
-    return RestrictedHead(target.own_head(), vocab_map, dtype)
+def own_head(
+    target: RandomTarget, vocab_map: VocabMap, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> RestrictedHead:
+    return RestrictedHead(target.own_head(device), vocab_map, dtype)
 
 
 def on_the_path_of_a_gpu(monkeypatch, compiler: Callable = lambda function, **_: function) -> None:

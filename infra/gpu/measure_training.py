@@ -25,14 +25,20 @@ from infra.gpu.training_ours import measure_ours
 from infra.gpu.training_sizes import SIZES, RandomStates, TargetStates, write_states, write_target
 from infra.gpu.training_specforge import measure_specforge
 from tasks.common.files import write_json
+from tasks.train_draft.replay import ReplayedStep
+from tasks.train_draft.step import TrainStep
 
 _ROWS = (
     "tokens_per_s",
     "ms_per_step",
     "peak_memory_gib",
+    "peak_reserved_gib",
+    "host_ms_per_step",
     "gpu_busy_by_driver",
     "host_waits_for_data",
     "seconds_to_step_10",
+    "same_losses",
+    "time_over_floor",
 )
 
 
@@ -72,9 +78,14 @@ def main() -> None:
     if compared:
         write_target(states, args.work / "target")
     found["seconds_to_make_states"] = round(time.perf_counter() - began)
-    found["draftline"] = measure_ours(states, stored, args)
-    found["draftline"]["time_over_floor"] = round(found["draftline"]["ms_per_step"] / found["floor"]["floor_ms"], 2)
-    write_json(out, found)  # what is known so far, should the time run out
+    kinds = {"draftline": TrainStep}
+    if args.device != "cpu":
+        kinds = {"draftline": ReplayedStep, "draftline kernel by kernel": TrainStep}
+    for name, kind in kinds.items():
+        found[name] = measure_ours(states, stored, kind, args)
+        found[name]["time_over_floor"] = round(found[name]["ms_per_step"] / found["floor"]["floor_ms"], 2)
+        found[name]["same_losses"] = found[name]["losses"] == found["draftline"]["losses"]
+        write_json(out, found)  # what is known so far, should the time run out
     del states
     if args.device != "cpu":
         torch.cuda.empty_cache()
@@ -88,7 +99,7 @@ def main() -> None:
 
 
 def _print(found: dict[str, Any]) -> None:
-    limits, ours = found["floor"], found["draftline"]
+    limits = found["floor"]
     print(f"{found['device']}, torch {found['torch']}, {found['size']['name']}, TTT {found['ttt_length']}")
     print(
         f"floor {limits['floor_ms']} ms a step: {limits['parts_ms']}; {limits['tflop']} TFLOP, {limits['bandwidth_gb_s']} GB/s"
@@ -97,15 +108,18 @@ def _print(found: dict[str, Any]) -> None:
         print(
             f"  {name:14s} {product['shape']!s:24s} x {product['times']:<8} {product['tflops']:8} TFLOP/s {product['ms']:9} ms"
         )
-    sides = {name: value for name, value in found.items() if name == "draftline" or name.startswith("specforge")}
+    sides = {name: value for name, value in found.items() if name.startswith(("draftline", "specforge"))}
     print(f"{'':24s}" + "".join(f"{name:>28s}" for name in sides))
     for row in _ROWS:
         print(f"{row:24s}" + "".join(f"{side.get(row, side.get('failed', '-'))!s:>28s}" for side in sides.values()))
-    print(f"time over floor {ours['time_over_floor']}; parts {ours['parts_ms']}")
-    profile = ours["profile"]
-    print(f"profile, ms a step ({profile['kernels_per_step']} kernels, busy {profile['gpu_busy_while_profiled']}):")
-    for name, value in {**profile["ms_by_group"], **profile["longest"]}.items():
-        print(f"  {value:9} {name}")
+    for name, ours in sides.items():
+        if "profile" not in ours:
+            continue
+        profile = ours["profile"]
+        print(f"{name}, parts {ours['parts_ms']}")
+        print(f"profile, ms a step ({profile['kernels_per_step']} kernels, busy {profile['gpu_busy_while_profiled']}):")
+        for label, value in {**profile["ms_by_group"], **profile["longest"]}.items():
+            print(f"  {value:9} {label}")
     for name, side in sides.items():
         print(name, *(side.get("curve") or side.get("log", []))[-1:])
 

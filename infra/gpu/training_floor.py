@@ -20,7 +20,7 @@ _SECONDS = 0.15  # for each ceiling
 def floor(size: Size, ttt_length: int, device: str) -> dict[str, Any]:
     """Milliseconds of each part, their sum, and the ceilings behind them."""
     dtype = torch.bfloat16 if device != "cpu" else torch.float32
-    products, ms, flops = {}, 0.0, 0.0
+    products, ms, flops, best = {}, 0.0, 0.0, 0.0
     for name, (m, n, k), times, kinds in _products(size, ttt_length):
         seconds, operations = _product(m, n, k, kinds, device, dtype)
         products[name] = {
@@ -31,7 +31,7 @@ def floor(size: Size, ttt_length: int, device: str) -> dict[str, Any]:
         }
         ms += 1e3 * seconds * times
         flops += operations * times
-    best = max(product["tflops"] for product in products.values()) * 1e12
+        best = max(best, operations / seconds)
     bandwidth = _bandwidth(device)
     attention = ttt_length * size.per_step * size.length**2 / 2 * size.heads * size.head_dim * 4 * 3.5
     parameters = sum(n * k for name, (_, n, k), *_ in _products(size, ttt_length) if not name.startswith("target"))

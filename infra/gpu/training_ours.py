@@ -1,10 +1,11 @@
-"""Draftline's training step on stored states: tokens/s, memory, how busy the GPU is, and where its time goes."""
+"""Draftline's training step on stored states: tokens/s, memory, how busy GPU and host are, and where the time goes."""
 
 import time
 from collections import Counter, defaultdict
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from infra.gpu.gpu_busy import Busy
@@ -14,6 +15,7 @@ from tasks.common.hidden_states import HiddenStates
 from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.data import BatchStream, DraftData
 from tasks.train_draft.initialise import initialise
+from tasks.train_draft.replay import ReplayedStep
 from tasks.train_draft.step import StepSums, TrainStep
 from tasks.train_draft.target_head import RestrictedHead, TargetHead, cache_target_argmax
 
@@ -35,7 +37,7 @@ _NO_KERNELS = ("Optimizer.", "##", "Torch-Compiled", "CompiledFunction", "Profil
 class Loop:
     """A draft, its batches from disk, and the optimiser; the arithmetic and the loader of `tasks.train_draft`."""
 
-    def __init__(self, states: RandomStates | TargetStates, stored: HiddenStates, args):
+    def __init__(self, states: RandomStates | TargetStates, stored: HiddenStates, kind: type[TrainStep], args):
         size, device = states.size, args.device
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
 
@@ -52,7 +54,7 @@ class Loop:
         self.draft = Eagle3Draft(size.config(), states.embed_tokens.to(dtype))
         initialise(self.draft, states.vocab_map, 0, None, None, None)
         self.draft.to(device)
-        self.step = TrainStep(self.draft, RestrictedHead(head, states.vocab_map, dtype), args.recompute)
+        self.step = kind(self.draft, RestrictedHead(head, states.vocab_map, dtype), args.recompute)
         self.optimizer = torch.optim.AdamW(self.draft.parameters(), lr=args.learning_rate, weight_decay=0.0, fused=True)
         self._rate, self._warmup = args.learning_rate, max(1, round(0.015 * args.steps))
         self.number = 0
@@ -68,15 +70,17 @@ class Loop:
         return loss, sums
 
 
-def measure_ours(states: RandomStates | TargetStates, stored: HiddenStates, args) -> dict[str, Any]:
+def measure_ours(
+    states: RandomStates | TargetStates, stored: HiddenStates, kind: type[TrainStep], args
+) -> dict[str, Any]:
     """Figures over the steps behind the first `args.discard`."""
     on_gpu, began = args.device != "cpu", time.perf_counter()
     if on_gpu:
         torch.cuda.empty_cache()
-    loop = Loop(states, stored, args)
+    loop = Loop(states, stored, kind, args)
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
-    batches, curve, waited, tokens, tenth = iter(loop.stream), [], 0.0, 0, None
+    batches, losses, curve, waited, tokens, tenth = iter(loop.stream), [], [], 0.0, 0, None
     with Busy() as busy:
         for number in range(1, args.steps + 1):
             if number == args.discard + 1:
@@ -86,6 +90,7 @@ def measure_ours(states: RandomStates | TargetStates, stored: HiddenStates, args
             batch = next(batches)
             waited += time.perf_counter() - asked
             loss, sums = loop.run(batch)
+            losses.append(loss)
             tokens += batch.num_tokens
             if number % 10 == 0:
                 curve.append(_point(number, loss, sums))
@@ -98,12 +103,15 @@ def measure_ours(states: RandomStates | TargetStates, stored: HiddenStates, args
         "tokens_per_s": round(tokens / seconds),
         "ms_per_step": round(1e3 * seconds / (args.steps - args.discard), 2),
         "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if on_gpu else None,
+        "peak_reserved_gib": round(torch.cuda.max_memory_reserved() / 2**30, 2) if on_gpu else None,
+        "host_ms_per_step": _host_ms(loop, next(batches), on_gpu),
         "gpu_busy_by_driver": busy.since(started),
         "host_waits_for_data": round(waited / seconds, 4),
         "seconds_to_step_10": tenth and round(tenth, 1),
-        "graphs_compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"],
+        "kernels_compiled": counters["stats"]["unique_graphs"],
         "parts_ms": _parts(loop, next(batches), on_gpu),
         "profile": _profile(loop, batches, on_gpu),
+        "losses": torch.stack(losses).tolist(),
         "curve": curve,
     }
     batches.close()
@@ -124,6 +132,17 @@ def _synchronize(on_gpu: bool) -> None:
         torch.cuda.synchronize()
 
 
+def _host_ms(loop: Loop, batch, on_gpu: bool) -> float:
+    """Milliseconds until a step is handed to a GPU that has nothing else to do; on a CPU they are the step's."""
+    spent = 0.0
+    for _ in range(5):
+        _synchronize(on_gpu)
+        began = time.perf_counter()
+        loop.run(batch)
+        spent += time.perf_counter() - began
+    return round(1e3 * spent / 5, 2)
+
+
 def _parts(loop: Loop, batch, on_gpu: bool) -> dict[str, float]:
     """Milliseconds of a step's parts, each waited for: their sum is more than a step that is not waited for."""
     draft, parts = loop.draft, defaultdict(float)
@@ -139,12 +158,15 @@ def _parts(loop: Loop, batch, on_gpu: bool) -> dict[str, float]:
     module = loop.step.module
     for _ in range(5):
         loop.optimizer.zero_grad(set_to_none=True)
-        timed("layer, forward (again below)", lambda: draft.unroll(batch.inputs, batch.samples.aux))
-        loss, _ = timed(
-            "layer and loss, forward, with the gradient of the loss",
-            lambda: module(batch, batch.lessons.loss_positions),
-        )
-        timed("layer, backward", loss.backward)
+        if isinstance(loop.step, ReplayedStep):
+            timed("forward and backward, replayed", lambda: loop.step(batch))
+        else:
+            timed("layer, forward (again below)", lambda: draft.unroll(batch.inputs, batch.samples.aux))
+            loss, _ = timed(
+                "layer and loss, forward, with the gradient of the loss",
+                lambda: module(batch, batch.lessons.loss_positions),
+            )
+            timed("layer, backward", loss.backward)
         timed("clipping", lambda: torch.nn.utils.clip_grad_norm_(draft.parameters(), 0.5))
         timed("optimizer", loop.optimizer.step)
     return {name: round(value, 2) for name, value in parts.items()}

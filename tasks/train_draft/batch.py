@@ -70,6 +70,16 @@ class Batch:
     inputs: TttInputs
     lessons: Lessons
 
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "Batch":
+        """`function` of every tensor, in an order that is always the same."""
+        return replace(
+            self,
+            samples=self.samples.map(function),
+            target_argmax=function(self.target_argmax),
+            inputs=self.inputs.map(function),
+            lessons=self.lessons.map(function),
+        )
+
     def used_by(self, stream: torch.cuda.Stream) -> None:
         """Keep the memory from being given to another batch while `stream` still reads it."""
 
@@ -77,9 +87,7 @@ class Batch:
             tensor.record_stream(stream)
             return tensor
 
-        for part in (self.samples, self.inputs, self.lessons):
-            part.map(keep)
-        keep(self.target_argmax)
+        self.map(keep)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from tasks.train_draft.interrupts import RETRY, Interrupted, Interrupts
 from tasks.train_draft.meters import Meters, Reading
 from tasks.train_draft.processes import Processes, SharedExit
 from tasks.train_draft.proposals import sample_proposals
+from tasks.train_draft.replay import ReplayedStep
 from tasks.train_draft.ring import RingStream
 from tasks.train_draft.schedule import learning_rate
 from tasks.train_draft.state import gathered, restore, training_state
@@ -57,7 +58,8 @@ class Trainer:
         self.draft, self.head, self.vocab_map, self.contract = draft, head, vocab_map, contract
         self.heldout, self.batches = heldout, batches
         self.params, self.num_steps, self.checkpoints, self.processes = params, num_steps, checkpoints, processes
-        self.train_step = TrainStep(draft, head, params.recompute_activations)
+        replayed = processes.size == 1 and torch.device(processes.device).type == "cuda"
+        self.train_step = (ReplayedStep if replayed else TrainStep)(draft, head, params.recompute_activations)
         self.train_step.module = processes.joined_module(self.train_step.module)
         self.optimizer = torch.optim.AdamW(
             draft.parameters(), lr=params.learning_rate, weight_decay=params.weight_decay, fused=True
