@@ -1,6 +1,6 @@
 """Hidden states as packed batches, in an order that depends on the seed and the epoch alone."""
 
-import signal
+import os
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
@@ -120,7 +120,7 @@ class BatchStream:
             sampler=self._indices(asked),
             collate_fn=_as_it_is,
             num_workers=self.workers,
-            worker_init_fn=_leave_signals_to_the_trainer,
+            worker_init_fn=_leave_group,
             generator=torch.Generator(),  # else it draws from the global one
         )
         placed = ((batch, asked.popleft()) for batch in loader)
@@ -158,10 +158,9 @@ class BatchStream:
             epoch, batch = epoch + 1, 0
 
 
-def _leave_signals_to_the_trainer(worker: int) -> None:
-    """A signal to the whole process group must not end the readers of a trainer that finishes its step."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
+def _leave_group(worker: int) -> None:
+    """A signal to the trainer's process group must not end its readers while it finishes a step; the trainer ends them."""
+    os.setpgid(0, 0)
 
 
 def _as_it_is(batch: StoredBatch) -> StoredBatch:

@@ -9,6 +9,9 @@ from tasks.train_draft.loss import STEP_WEIGHT
 from tasks.train_draft.processes import Processes
 from tasks.train_draft.step import StepSums
 
+# Sample ids, tokens, and what `_rows` makes of the sums.
+_Batch = tuple[tuple[str, ...], int, torch.Tensor]
+
 
 @dataclass(frozen=True)
 class Reading:
@@ -35,16 +38,16 @@ class Meters:
 
     def __init__(self, processes: Processes):
         self._processes = processes
-        self._batches: list[tuple[tuple[str, ...], int, StepSums]] = []
-        self._steps: list[tuple[int, torch.Tensor, list[tuple[tuple[str, ...], int, StepSums]]]] = []
+        self._batches: list[_Batch] = []
+        self._steps: list[tuple[int, torch.Tensor, list[_Batch]]] = []
 
     @property
     def unread(self) -> bool:
         return bool(self._steps)
 
     def add_batch(self, sample_ids: tuple[str, ...], tokens: int, sums: StepSums) -> None:
-        """A batch of the step that is under way."""
-        self._batches.append((sample_ids, tokens, sums))
+        """A batch of the step that is under way; the sums are copied, since a later step may reuse their memory."""
+        self._batches.append((sample_ids, tokens, _rows(sums)))
 
     def end_step(self, step: int, gradient_norm: torch.Tensor) -> None:
         """All batches of this step were added."""
@@ -57,7 +60,7 @@ class Meters:
         Args:
             asked: whether this process was asked to stop.
         """
-        own = torch.stack([torch.stack([_rows(sums) for _, _, sums in batches]) for _, _, batches in self._steps])
+        own = torch.stack([torch.stack([rows for _, _, rows in batches]) for _, _, batches in self._steps])
         tokens = sum(tokens for _, _, batches in self._steps for _, tokens, _ in batches)
         totals = own.sum(1)
         rest = torch.tensor([tokens, asked], dtype=totals.dtype, device=totals.device)

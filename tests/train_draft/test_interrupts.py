@@ -6,7 +6,9 @@ import random
 import shutil
 import signal
 import time
+from contextlib import suppress
 
+import psutil
 import pytest
 import torch
 
@@ -50,7 +52,9 @@ def finish(process) -> None:
 
 
 def steps() -> list[int]:
-    return sorted(int(path.stem.removeprefix("step-")) for path in CHECKPOINTS.glob("step-*.json"))
+    with suppress(FileNotFoundError):  # the run may be through at this moment
+        return sorted(int(path.stem[5:]) for path in CHECKPOINTS.iterdir() if path.match("step-*.json"))
+    return []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -71,39 +75,30 @@ def test_a_signal_saves_the_step_and_says_try_again(params, tiny_params, number,
     again.join()
 
 
-def test_a_run_that_was_stopped_again_and_again_ends_with_the_same_bytes(params, uninterrupted):
-    stopped = 0
-    while (process := start(params)) is not None:
-        before = steps()
-        until(lambda before=before, process=process: steps() != before or not process.is_alive(), every=0.001)
-        if process.is_alive():
-            os.kill(process.pid, signal.SIGTERM)
+def test_a_run_that_was_stopped_again_and_again_ends_with_the_same_bytes(params, tiny_params):
+    params = tiny_params(train_draft=SETTINGS | {"max_steps": 16})
+    uninterrupted = whole(params)
+    for times in range(1, 4):
+        process, before = start(params), steps()
+        until(lambda before=before: steps() != before, every=0.001)
+        os.kill(process.pid, signal.SIGTERM)
         process.join()
-        if process.exitcode == 0:
-            break
-        assert process.exitcode in (RETRY, -signal.SIGTERM)  # this: before the first step or after the last
-        stopped += process.exitcode == RETRY
-    assert stopped
+        assert process.exitcode == RETRY, f"the {times}. time"
+    finish(start(params))
     assert files() == uninterrupted
 
 
 def test_readers_outlive_a_signal_to_the_group_and_leave_with_the_trainer(params, tiny_params, uninterrupted):
     process = start(tiny_params(train_draft=SETTINGS | {"data_workers": 1}), session=True)
     until(steps, every=0.001)
+    readers = psutil.Process(process.pid).children()
     os.killpg(process.pid, signal.SIGTERM)
     process.join()
-    assert process.exitcode in (RETRY, 0, -signal.SIGTERM)
-    until(lambda: not group_is_alive(process.pid), seconds=30)
+    assert process.exitcode == RETRY
+    assert readers
+    until(lambda: not any(reader.is_running() for reader in readers), seconds=30)
     finish(start(params))
     assert files() == uninterrupted
-
-
-def group_is_alive(group: int) -> bool:
-    try:
-        os.killpg(group, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 @pytest.mark.parametrize(
