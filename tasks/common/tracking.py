@@ -7,6 +7,7 @@ answer, a stage says so once, keeps what it has to log, and sends it when MLflow
 import os
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -60,7 +61,12 @@ class Tracker:
 
     def log_table(self, columns: dict[str, list], name: str) -> None:
         """Add rows to the table `name`.json, which MLflow shows as one."""
-        self._outbox.put(lambda run: run.client.log_table(run.id, columns, f"{name}.json"))
+
+        def log(run: Run) -> None:
+            with warnings.catch_warnings(action="ignore"):  # of pandas to MLflow's authors
+                run.client.log_table(run.id, columns, f"{name}.json")
+
+        self._outbox.put(log)
 
     def _close(self, status: str) -> None:
         ended = time.time()
