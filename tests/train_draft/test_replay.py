@@ -12,7 +12,16 @@ import torch
 from tasks.train_draft import replay
 from tasks.train_draft.replay import CudaGraphs, ReplayedStep
 from tasks.train_draft.step import TrainStep
-from tests.reference import RandomTarget, make_batch, make_draft, make_map, make_sample, on_the_path_of_a_gpu, own_head
+from tests.reference import (
+    VOCAB,
+    RandomTarget,
+    make_batch,
+    make_draft,
+    make_map,
+    make_sample,
+    on_the_path_of_a_gpu,
+    own_head,
+)
 
 ON_A_GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
 # Tokens of the answers of each batch: two numbers of rows, and of sources. Each is compiled for.
@@ -61,8 +70,8 @@ class Compared:
 
     def __init__(self, device: str):
         self.device, self.dtype = device, torch.bfloat16 if device == "cuda" else torch.float32
-        self.target, self.vocab_map = RandomTarget(), make_map()
-        self.plain = make_draft(head_dim=16).to(device)
+        self.target, self.vocab_map = RandomTarget(), make_map(VOCAB)
+        self.plain = make_draft(VOCAB, head_dim=16).to(device)
         self.replayed = deepcopy(self.plain)
         head = own_head(self.target, self.vocab_map, self.dtype, device)
         self.step, self.replayed_step = TrainStep(self.plain, head), ReplayedStep(self.replayed, head)
@@ -124,15 +133,17 @@ def test_gradients_from_elsewhere_are_added_to(both):
         both.check(batch)
 
 
+@pytest.mark.parametrize("both", ["cpu"], indirect=True)
 def test_the_recording_that_was_not_used_for_longest_makes_room(both, monkeypatch):
-    monkeypatch.setattr(replay, "_MOST_GRAPHS", 1)
+    monkeypatch.setattr(replay, "_MOST_GRAPHS", 2)
     graphs, recorded, counts = both.replayed_step._graphs, [], []
     record = graphs.record
     monkeypatch.setattr(graphs, "record", lambda function: recorded.append(function) or record(function))
-    for answers in [(20, 31), (330, 90), (20, 31), (20, 31), (330, 90), (330, 90), (20, 31)]:
+    small, middle, large = (20, 31), (200,), (330, 90)
+    for answers in [small, middle, large, small, middle, small, large, small, middle]:
         both.check(both.batch(answers))
         counts.append(len(recorded))
-    assert counts == [0, 0, 1, 1, 2, 2, 3]
+    assert counts == [0, 0, 0, 1, 2, 2, 3, 3, 4]
 
 
 def test_what_cannot_be_recorded_is_run_as_it_is_and_said_once(both, monkeypatch, capsys):
