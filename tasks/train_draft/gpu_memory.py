@@ -79,15 +79,19 @@ def held_bytes(module: nn.Module) -> int:
     return sum(shard.nbytes for shard in shards)
 
 
-def out_of_memory(step: int, batch: Batch, batch_tokens: int, fitting: int | None, peak: int) -> DraftlineError:
+def out_of_memory(step: int, batch: Batch | None, batch_tokens: int, fitting: int | None, peak: int) -> DraftlineError:
     """The error for a batch that did not fit.
 
     Args:
+        batch: None if there was no room for the next one beside the one that is computed.
         fitting: tokens that fit by what was measured (`MemoryByTokens.fitting_tokens`).
         peak: bytes of the largest batch that did fit.
     """
-    tokens, names = batch.samples.num_tokens, ", ".join(batch.samples.sample_ids)
-    message = f"step {step}: the GPU has too little memory for a batch of {tokens} tokens, samples {names}. "
+    tokens, what = batch_tokens, "the next batch beside the one that is computed"
+    if batch:
+        tokens = batch.samples.num_tokens
+        what = f"a batch of {tokens} tokens, samples {', '.join(batch.samples.sample_ids)}"
+    message = f"step {step}: the GPU has too little memory for {what}. "
     if fitting is None:
         return DraftlineError(
             f"{message}Nothing was measured yet: set train_draft.batch_tokens to {batch_tokens // 2}, or let "
@@ -95,7 +99,7 @@ def out_of_memory(step: int, batch: Batch, batch_tokens: int, fitting: int | Non
         )
     fitting = min(fitting, tokens * 3 // 4)  # this one did not fit, whatever the others took
     measured = f"By what batches took so far (at most {peak / 2**30:.1f} GiB), {fitting} tokens fit: "
-    if len(batch.samples.bounds) == 1 and tokens > batch_tokens:
+    if batch and len(batch.samples.sample_ids) == 1 and batch.num_tokens > batch_tokens:
         return DraftlineError(
             f"{message}{measured}this one sample alone is longer. Lower prompts.max_prompt_tokens or regenerate.max_new_tokens, "
             f"or train with train_draft.parallel: fsdp on more GPUs."

@@ -9,6 +9,7 @@ the positions of all of them, the sum is the gradient of the joint batch.
 import os
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -164,7 +165,8 @@ class Processes:
             dist.broadcast(parameter.data, src=0)
         kind = torch.device(self.device).type
         if self.parallel == "ddp":
-            joined = DistributedDataParallel(module, broadcast_buffers=False)
+            with warnings.catch_warnings(action="ignore", category=FutureWarning):  # renamed in torch 2.13
+                joined = DistributedDataParallel(module, broadcast_buffers=False)
             joined.register_comm_hook(None, _summed)
             return joined
         # One group: the draft is a single layer. The frozen embedding is no parameter, so each process has it whole.

@@ -1,6 +1,7 @@
 """The training loop: AdamW on the TTT loss, the best draft by predicted acceptance length kept."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -116,27 +117,37 @@ class Trainer:
     def _next(self, batches: Iterator[Batch], interrupts: Interrupts) -> list[Batch]:
         """This process's batches of a step. One that is alone need not wait for them once it is asked to stop."""
         share = self.params.global_batch_size // self.processes.size
-        if self.processes.size > 1:
-            return list(islice(batches, share))
         try:
-            with interrupts.at_once():
+            with interrupts.at_once() if self.processes.size == 1 else nullcontext():
                 return list(islice(batches, share))
+        except torch.OutOfMemoryError:
+            pass  # what it holds is freed with this block
         except Interrupted:
             if self.meters.unread:
                 self._read(interrupts)
             if self.step:
                 self._save()
             raise SystemExit(RETRY) from None
+        raise self._out_of_memory(None)
 
     def _one_step(self, batches: list[Batch]) -> None:
+        try:
+            self._update(batches)
+            return
+        except torch.OutOfMemoryError:
+            pass  # what it holds is freed with this block
+        raise self._out_of_memory(max(batches, key=lambda batch: batch.num_tokens))
+
+    def _update(self, batches: list[Batch]) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.params, self.step)
         self.optimizer.zero_grad(set_to_none=True)
         positions = torch.stack([self.train_step.loss_positions(batch) for batch in batches]).sum(0)
         positions = self.processes.sum(positions)
         for number, batch in enumerate(batches, 1):
-            with self.processes.accumulating(self.train_step.module, is_last=number == len(batches)):
-                sums = self._forward_and_backward(batch, positions)
+            is_last = number == len(batches)
+            with self.processes.accumulating(self.train_step.module, is_last), self.memory.observed(batch):
+                _, sums = self.train_step(batch, positions)
             self.meters.add_batch(batch.samples.sample_ids, batch.num_tokens, sums)
         norm = torch.nn.utils.clip_grad_norm_(self.draft.parameters(), self.params.max_grad_norm)
         self.optimizer.step()
@@ -144,18 +155,11 @@ class Trainer:
         self._position = self.batches.state_dict()
         self.meters.end_step(self.step, norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
-    def _forward_and_backward(self, batch: Batch, positions: torch.Tensor):
-        try:
-            with self.memory.observed(batch):
-                return self.train_step(batch, positions)[1]
-        except torch.OutOfMemoryError:
-            pass  # what the failed step holds is freed with this block
-        raise self._out_of_memory(batch)
-
-    def _out_of_memory(self, batch: Batch) -> DraftlineError:
+    def _out_of_memory(self, batch: Batch | None) -> DraftlineError:
+        """The error for a batch that could not be computed, or not even be put beside the one that was."""
         self.optimizer.zero_grad(set_to_none=True)
         if not self.memory.peak and self.processes.size == 1:
-            try_smaller(self.memory, self.heldout, batch.samples.num_tokens, self.train_step)
+            try_smaller(self.memory, self.heldout, self.params.batch_tokens, self.train_step)
         moments = 0 if self.optimizer.state else 2 * held_bytes(self.draft)
         fitting = self.memory.fitting_tokens(capacity(self.processes.device), still_to_come=moments)
         return out_of_memory(self.step + 1, batch, self.params.batch_tokens, fitting, self.memory.peak)

@@ -157,8 +157,8 @@ class _Costs:
         tokens = settings.max_steps * step_tokens
         flops = per_token * tokens + 2 * hidden * self.shape.vocab_size * self.load.answer_tokens
         seconds = START_S + flops / (self.pace.training * self.speed.matmul_flops)
-        # Float32 weights and Adam's two moments, and the best draft beside them.
-        size = (fc + each_step) * 4 * 4
+        # Two checkpoints and one that is written, each of float32 weights and Adam's two moments; two drafts that were best.
+        size = (fc + each_step) * 4 * (3 * 3 + 2)
         basis = f"{settings.max_steps} steps of {step_tokens} tokens, {per_token / 1e6:.0f} MFLOP a token"
         return Estimate("train_draft", tokens, seconds, size, int(not self.on_cpu), basis)
 

@@ -39,6 +39,12 @@ def test_the_error_names_samples_and_the_size_that_fits(trainer):
     )
 
 
+def test_there_may_be_no_room_for_the_batch_after_this_one(trainer):
+    error = str(out_of_memory(7, None, 4096, 2048, 30 * GIB))
+    assert "for the next batch beside the one that is computed" in error
+    assert "set train_draft.batch_tokens to 2048" in error
+
+
 def test_a_sample_that_is_too_long_by_itself_is_not_helped_by_smaller_batches(trainer):
     batch = trainer.heldout.read([0])
     error = str(out_of_memory(7, batch, 8, 4, 30 * GIB))
