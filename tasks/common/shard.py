@@ -200,12 +200,14 @@ class StoredShard:
         digest.update("".join(sample_checksums).encode())
         return digest.hexdigest()
 
-    def statistics(self, offsets: np.ndarray) -> dict[str, np.ndarray]:
-        """What the sidecar says of each sample, measured again."""
-        rows = int(offsets[-1])
+    def measured(self, rows: int) -> StoredRows:
+        """Its first rows, measured again."""
         states = (self.aux, self.last, self.aux_scale, self.last_scale)
-        measured = StoredRows.measured(*(None if tensor is None else tensor[:rows] for tensor in states))
-        return _per_sample(offsets, measured, self.loss_mask.numpy()[:rows])
+        return StoredRows.read(*(None if tensor is None else tensor[:rows] for tensor in states))
+
+    def statistics(self, offsets: np.ndarray, measured: StoredRows) -> dict[str, np.ndarray]:
+        """What the sidecar says of each sample, from the rows of them all."""
+        return _per_sample(offsets, measured, self.loss_mask.numpy()[: len(measured)])
 
 
 def read_sidecar(folder: Path, name: str) -> dict[str, Any]:

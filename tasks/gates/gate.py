@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from tasks.common.errors import DraftlineError
 from tasks.common.tracking import Tracker
@@ -15,11 +16,13 @@ class Gate:
 
     Attributes:
         figures: headline counts, label to value.
+        record: what the gate of a later run holds its own against.
     """
 
     tables: list[Table]
     figures: dict[str, int | float | str] = field(default_factory=dict)
     histograms: list[Histogram] = field(default_factory=list)
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 def run_gate(name: str, lead: str, build: Callable[[], Gate], tracker: Tracker) -> None:
@@ -38,7 +41,7 @@ def run_gate(name: str, lead: str, build: Callable[[], Gate], tracker: Tracker) 
     except DraftlineError as error:
         gate, unreadable = Gate([]), str(error)
     judgements = judge(gate.tables)
-    report = Report(name, lead, unreadable, gate.figures, gate.histograms, judgements)
+    report = Report(name, lead, unreadable, gate.figures, gate.histograms, judgements, gate.record)
     page = write_report(report)
     tracker.log_metrics({"expectations": len(report.findings), "expectations_failed": len(report.failed)})
     tracker.log_artifact(page)

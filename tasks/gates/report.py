@@ -41,6 +41,7 @@ class Report:
 
     Attributes:
         unreadable: why nothing could be judged; empty when it could.
+        record: what the gate of a later run holds its own against; in the JSON alone.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Report:
     figures: dict[str, int | float | str]
     histograms: list[Histogram]
     judgements: list[Judgement]
+    record: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -77,6 +79,7 @@ class Report:
             "passed": self.passed,
             **({"unreadable": self.unreadable} if self.unreadable else {}),
             "figures": self.figures,
+            **({"record": self.record} if self.record else {}),
             "tables": [
                 {
                     "name": judgement.table.name,

@@ -21,6 +21,8 @@ from tasks.common.progress import progress
 from tasks.common.responses import SPLITS, read_responses
 from tasks.common.shard import StoredShard, read_sidecar
 from tasks.common.shard_layout import ShardPlan
+from tasks.common.storage import StoredRows
+from tasks.gates.token_norms import TokenNorms
 
 _SHARD_COLUMNS = ("id", "problem", "samples", "tokens", "megabytes", "checksum", "recorded_checksum", "detail")
 _ROWS_AT_ONCE = 1024
@@ -35,12 +37,14 @@ class StoredStates:
         shards: whether it can be read, its checksum as recorded and as it is.
         samples: every answer and every stored sample: how often stored, whether an answer, why unreadable.
         states: every sample that could be read, measured again; `index` is its place in the split.
+        norms: of all tokens that could be read, a slot each for the aux states and the last.
     """
 
     splits: dict[str, HiddenStates]
     shards: pd.DataFrame
     samples: pd.DataFrame
     states: pd.DataFrame
+    norms: TokenNorms
 
 
 def read_stored_states(contract: Contract, final_norm: torch.Tensor) -> StoredStates:
@@ -56,12 +60,15 @@ def read_stored_states(contract: Contract, final_norm: torch.Tensor) -> StoredSt
     places = [(split, number) for split, dump in splits.items() for number in range(len(dump.shards))]
     recorded = {split: dump.table.to_pandas() for split, dump in splits.items()}
     read: list[_ReadShard] = []
+    norms = TokenNorms(len(contract.aux_layer_ids) + 1)
 
     def read_one(place: tuple[str, int]) -> _ReadShard:
         split, number = place
         dump, table = splits[split], recorded[split]
         first, end = np.searchsorted(table["shard"], [number, number + 1])
-        return _read_shard(dump.folder, dump.shards[number], table.iloc[first:end], final_norm, dump.storage_dtype)
+        return _read_shard(
+            dump.folder, dump.shards[number], table.iloc[first:end], final_norm, dump.storage_dtype, norms
+        )
 
     # Hashing and arithmetic let other threads run: shards are read as fast as the disk gives them.
     with (
@@ -71,7 +78,7 @@ def read_stored_states(contract: Contract, final_norm: torch.Tensor) -> StoredSt
     ):
         for shard in progress(shards, total=len(places), desc="gate hidden states", unit="shard"):
             read.append(shard)
-    return _stored(splits, read, _answers(), contract)
+    return _stored(splits, read, _answers(), contract, norms)
 
 
 def read_stored_shard(
@@ -86,12 +93,17 @@ def read_stored_shard(
         (name, folder.name, _fingerprint(plan.input_ids[start:end].tobytes(), plan.loss_mask[start:end].tobytes()))
         for name, start, end in bounds
     ]
-    read = _read_shard(folder, facts, table, final_norm, storage_dtype)
-    return _stored({}, [read], _indexed(rows), contract)
+    norms = TokenNorms(len(contract.aux_layer_ids) + 1)
+    read = _read_shard(folder, facts, table, final_norm, storage_dtype, norms)
+    return _stored({}, [read], _indexed(rows), contract, norms)
 
 
 def _stored(
-    splits: dict[str, HiddenStates], read: "list[_ReadShard]", answers: pd.DataFrame, contract: Contract
+    splits: dict[str, HiddenStates],
+    read: "list[_ReadShard]",
+    answers: pd.DataFrame,
+    contract: Contract,
+    norms: TokenNorms,
 ) -> StoredStates:
     states = pd.concat([s.states for s in read if len(s.states)] or [pd.DataFrame(columns=_state_columns(contract))])
     states = states.reset_index(drop=True)
@@ -104,6 +116,7 @@ def _stored(
         shards=pd.DataFrame([shard.row for shard in read], columns=_SHARD_COLUMNS),
         samples=_samples([shard.samples for shard in read], answers),
         states=states,
+        norms=norms,
     )
 
 
@@ -117,12 +130,18 @@ class _ReadShard:
 
 
 def _read_shard(
-    folder: Path, facts: dict[str, Any], recorded: pd.DataFrame, final_norm: torch.Tensor, storage_dtype: str
+    folder: Path,
+    facts: dict[str, Any],
+    recorded: pd.DataFrame,
+    final_norm: torch.Tensor,
+    storage_dtype: str,
+    norms: TokenNorms,
 ) -> _ReadShard:
     """
     Args:
         facts: name and recorded checksum of the shard.
         recorded: its rows of the split's table.
+        norms: those of its tokens are added to it.
     """
     path, split = folder / f"{facts['name']}.safetensors", folder.name
     place = f"{split}/{facts['name']}"
@@ -148,7 +167,10 @@ def _read_shard(
     if there < len(recorded):
         row["problem"] = f"{shard.path} ends before its last {len(recorded) - there} samples"
         samples.iloc[there:, samples.columns.get_loc("problem")] = row["problem"]
-    states = _measure(shard, offsets, recorded.iloc[:there], final_norm, storage_dtype)
+    measured = shard.measured(int(offsets[-1]))
+    if measured.norms.shape[1] == norms.slots:
+        norms.add(measured.norms.numpy())
+    states = _measure(shard, measured, offsets, recorded.iloc[:there], final_norm, storage_dtype)
     row["checksum"] = shard.checksum(states["checksum"].tolist())
     row["tokens"] = int(offsets[-1])
     states.insert(1, "split", split)
@@ -174,12 +196,17 @@ def _offsets(shard: StoredShard, recorded: pd.DataFrame) -> np.ndarray:
 
 
 def _measure(
-    shard: StoredShard, offsets: np.ndarray, recorded: pd.DataFrame, final_norm: torch.Tensor, storage_dtype: str
+    shard: StoredShard,
+    measured: StoredRows,
+    offsets: np.ndarray,
+    recorded: pd.DataFrame,
+    final_norm: torch.Tensor,
+    storage_dtype: str,
 ) -> pd.DataFrame:
     """What stored samples are now, beside what the table says."""
     starts, ends = offsets[:-1], offsets[1:]
     ids, mask = shard.input_ids.numpy()[: offsets[-1]], shard.loss_mask.numpy()
-    found = shard.statistics(offsets)
+    found = shard.statistics(offsets, measured)
     rms = farthest_from_one(_rms(shard, int(ends[-1]), final_norm), starts)
     normed = np.abs(rms - 1) <= TOLERANCE[storage_dtype]
     tokens = recorded["tokens"].to_numpy()
