@@ -1,8 +1,9 @@
 """Norms of states, slot by slot, against bounds from the run itself and from the run before it, which git has.
 
 A sample's mean norm follows its length, since the first token's is often a thousand times the others'. The median over
-all tokens of a run hardly moves: with SmolLM2-135M it differs by 5 % between kinds of prompts, by 25 % between English and
-Chinese, by 36 % between answers and random tokens. A whole run that was scaled, or whose slots changed places, shows there.
+all tokens of a run hardly moves: with SmolLM2-135M, whose tokens deviate by 8 to 19 %, by 5 % between kinds of prompts and
+by at most 25 % from English answers to code, digits, German or Chinese. So a whole run shows there that was scaled, is of
+layers some way off, or has its slots in other places.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 import great_expectations.expectations as gxe
 import numpy as np
 import pandas as pd
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from tasks.common.contract import Contract
 from tasks.common.git import git
@@ -22,7 +23,7 @@ from tasks.gates.token_norms import TokenNorms
 
 _REPORT = (GATES / "hidden_states.json").as_posix()
 # How far a later run's median may be: so many robust deviations of a token's norm, and at least this factor.
-_DEVIATIONS, _FACTOR = 2, 1.5
+_DEVIATIONS, _FACTOR = 2, 1.3
 
 
 class SlotNorms(BaseModel):
@@ -98,12 +99,12 @@ def earlier_norms(record: NormRecord) -> tuple[NormRecord | None, str]:
     """
     try:
         report = json.loads(git("cat-file", "blob", f"HEAD:./{_REPORT}"))
-        earlier = NormRecord.model_validate(report["record"])
+        earlier, passed = NormRecord.model_validate(report["record"]), report["passed"]
     except (OSError, CalledProcessError):
         return None, "nothing committed"
-    except (ValueError, KeyError, TypeError, ValidationError):
+    except (ValueError, KeyError, TypeError):
         return None, "nothing: no norms committed"
-    if not report["passed"]:
+    if not passed:
         return None, "nothing: committed run failed"
     if earlier.contract != record.contract:
         return None, "nothing: other contract"
@@ -140,11 +141,11 @@ def norm_suite() -> list[gxe.Expectation]:
             description="The median norm of every slot is as in the run whose report is committed",
             meta=because(
                 "C3",
-                "The same target at the same layers gives states of the same size, whatever the prompts: these were scaled, are "
-                "of other layers, or stand in other slots.",
-                "Delete artifacts/hidden_states and run `dvc repro` to dump again. If these states are right (set "
-                f"gates.replay_samples and see), forget the earlier run: `git rm --cached {_REPORT}`, `git commit`, `dvc repro`; "
-                "then commit the new report.",
+                "The same target at the same layers gives states of nearly the same size, whatever the prompts: these were scaled, "
+                "are of other layers, or stand in other slots.",
+                "Set gates.replay_samples above 0 to see whether these states are right. If not, delete artifacts/hidden_states, "
+                f"then `dvc repro`. If so, forget the earlier run: `git rm --cached {_REPORT}`, `git commit`, `dvc repro`, and commit "
+                "the new report.",
             ),
         )
     ]

@@ -168,8 +168,9 @@ def _read_shard(
         row["problem"] = f"{shard.path} ends before its last {len(recorded) - there} samples"
         samples.iloc[there:, samples.columns.get_loc("problem")] = row["problem"]
     measured = shard.measured(int(offsets[-1]))
-    if measured.norms.shape[1] == norms.slots:
-        norms.add(measured.norms.numpy())
+    token_norms = measured.norms.numpy()
+    if token_norms.shape[1] == norms.slots:
+        norms.add(token_norms)
     states = _measure(shard, measured, offsets, recorded.iloc[:there], final_norm, storage_dtype)
     row["checksum"] = shard.checksum(states["checksum"].tolist())
     row["tokens"] = int(offsets[-1])
