@@ -165,7 +165,7 @@ class HiddenStates:
         """States of sample `index`: views of the file, or float32 where float8 is stored.
 
         Raises:
-            DraftlineError: the shard cannot be parsed or is not there; names both.
+            DraftlineError: the shard is not there, cannot be parsed, or ends before the sample does; names both.
         """
         sample, aux_scale, last_scale = self.read_stored(index)
         aux, last = decode(sample.aux, aux_scale), decode(sample.last, last_scale)
@@ -210,15 +210,23 @@ class HiddenStates:
             try:
                 self._opened[number] = self.open_shard(number)
             except (SafetensorError, OSError, KeyError) as error:
-                raise DraftlineError(
-                    f"{self.folder / self.shards[number]['name']}.safetensors: cannot be read (sample {self._id(index)}): "
-                    f"{error}. Delete the shard and run `dvc repro`: only it is dumped again."
-                ) from None
+                raise self._unreadable(index, f"cannot be read (sample {self._id(index)}): {error}.") from None
             if len(self._opened) > _OPEN_SHARDS:
                 self._opened.popitem(last=False)
         self._opened.move_to_end(number)
-        start = int(self._starts[index])
-        return self._opened[number], start, start + int(self.tokens[index])
+        shard, start = self._opened[number], int(self._starts[index])
+        end = start + int(self.tokens[index])
+        if shard.rows < end:
+            raise self._unreadable(
+                index, f"holds {shard.rows} tokens, and {TABLE} says that sample {self._id(index)} is {start} to {end}."
+            )
+        return shard, start, end
+
+    def _unreadable(self, index: int, problem: str) -> DraftlineError:
+        name = self.shards[int(self._shard_of[index])]["name"]
+        return DraftlineError(
+            f"{self.folder / name}.safetensors: {problem} Delete the shard and run `dvc repro`: only it is dumped again."
+        )
 
 
 def table_of(columns: dict[str, list], shard: int, contract: Contract) -> "pa.Table":

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tasks.common import shard as shard_module
 from tasks.common.contract import Contract
@@ -210,6 +210,21 @@ def test_a_reader_keeps_few_shards_open(tmp_path, monkeypatch):
     for index in (0, 1, 2, 0, 3):
         assert torch.equal(states.read(index).aux, samples[index].aux)
     assert list(states._opened) == [0, 3]
+
+
+@pytest.mark.parametrize("name", ["aux", "last", "aux_scale", "last_scale", "input_ids", "loss_mask"])
+def test_a_sample_that_its_shard_does_not_hold_whole_is_named_and_the_others_are_read(tmp_path, name):
+    states = write_split(tmp_path, CONTRACT, [make_samples((5, 1, 9))], "float8")
+    path = tmp_path / "shard-00000.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name][:-1].clone()}, path)
+    assert states.read(1).num_tokens == 1
+    for read in (states.read, states.read_tokens):
+        with pytest.raises(
+            DraftlineError,
+            match=r"shard-00000.safetensors: holds 14 tokens, .* sample s2 is 6 to 15\. Delete the shard and run `dvc repro`",
+        ):
+            read(2)
 
 
 def test_a_split_without_samples_can_be_opened(tmp_path):
