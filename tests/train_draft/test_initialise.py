@@ -60,6 +60,7 @@ def tied_folder(tmp_path, tiny_model_folder):
     del tensors["lm_head.weight"]
     (tmp_path / "tied").mkdir()
     save_file(tensors, tmp_path / "tied" / "model.safetensors")
+    write_json(tmp_path / "tied" / "config.json", {"model_type": "llama"})
     return tmp_path / "tied", tensors["model.embed_tokens.weight"]
 
 
@@ -73,6 +74,7 @@ def sharded_folder(tmp_path, tiny_model_folder):
         save_file({name: tensors[name] for name in part}, folder / file)
     index = {name: file for file, part in halves.items() for name in part}
     write_json(folder / "model.safetensors.index.json", {"weight_map": index})
+    write_json(folder / "config.json", {"model_type": "llama"})
     return folder, tensors["lm_head.weight"]
 
 
