@@ -20,9 +20,10 @@ class TokenNorms:
     def add(self, norms: np.ndarray) -> None:
         """Count float32 [tokens, slots]; a norm that is NaN or infinite is left out."""
         halves = np.ascontiguousarray(norms.T).view(np.uint32) >> 16
-        counts = np.stack([np.bincount(slot, minlength=_FINITE)[:_FINITE] for slot in halves])
+        counts = [np.bincount(slot, minlength=_FINITE)[:_FINITE] for slot in halves]
         with self._lock:
-            self._counts += counts
+            for total, count in zip(self._counts, counts, strict=True):
+                total += count
 
     def median(self, slot: int) -> float:
         """Over all tokens; NaN where there are none."""
