@@ -34,7 +34,7 @@ class ShardGate:
         """
         Args:
             final_norm: weight of the target's norm before the head, [H].
-            heldout: closed, and judged by the gate on hidden states.
+            heldout: closed. No other gate judges it while train comes and goes: give this one its shards first.
         """
         self._params, self._contract, self._final_norm = params, contract, final_norm
         self._suite = state_suite(params, contract, sample_limits(heldout.table.to_pandas()), whole=False)

@@ -1,6 +1,7 @@
 """Training beside the dump: the states come and go, and the draft learns from every one of them."""
 
 import multiprocessing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tasks.train_draft.online import RingSource
 from tasks.train_draft.prepare import prepare_training, write_result
 from tasks.train_draft.target_head import TargetHead, cache_target_argmax
 from tests.flows.processes import until
+from tests.stored import close_again, copy_of, write_shard
 
 DRAFT, TRAIN = ARTIFACTS / "draft", HIDDEN_STATES / "train"
 SETTINGS = {
@@ -156,3 +158,39 @@ def test_a_second_epoch_waits_for_another_dump(make_params, capsys, tmp_path):
 def test_training_on_states_that_come_and_go_needs_the_other_command(make_params):
     with pytest.raises(DraftlineError, match=r"python -m tasks\.train_draft\.online"):
         prepare_training(make_params(2), DRAFT)
+
+
+def test_held_out_states_that_are_not_there_yet_are_waited_for_not_trained_without(make_params):
+    with pytest.raises(
+        DraftlineError, match=r"heldout: .* not there yet. Start the dump, `python -m tasks.dump_hidden"
+    ):
+        RingSource(make_params(2))
+
+
+def test_held_out_states_of_other_answers_are_not_trained_against(make_params):
+    dump(make_params(99))
+    answers = RESPONSES / "heldout.jsonl"
+    in_order = answers.read_text().splitlines(keepends=True)
+    for changed in (in_order[::-1], []):  # another shard; none, where the dump has one
+        answers.write_text("".join(changed))
+        with pytest.raises(DraftlineError, match=r"of these answers and this params.yaml are not there yet"):
+            RingSource(make_params(99))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda aux: aux * float("nan"), "Every state is finite"),
+        (lambda aux: aux.flip(1), "it is the output of layer 4"),
+    ],
+)
+def test_held_out_states_pass_the_gate_before_anything_is_trained(make_params, spoil, found):
+    dump(make_params(99))
+    states = HiddenStates(HIDDEN_STATES / "heldout")
+    samples = [copy_of(states.read(index)) for index in range(len(states))]
+    plans = list(plan_shards("heldout", make_params(99), states.contract))
+    samples[-1] = replace(samples[-1], aux=spoil(samples[-1].aux))
+    write_shard(states.folder, plans[-1].name, [s for s in samples if s.id in plans[-1].ids], plans[-1].sha256)
+    close_again(states)
+    with pytest.raises(DraftlineError, match=rf"(?s)heldout/{plans[-1].name}: .*{found}"):
+        RingSource(make_params(99))
