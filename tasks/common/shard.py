@@ -31,7 +31,7 @@ _HASHED = ("input_ids", "loss_mask", "aux", "aux_scale", "last", "last_scale")
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _TokenStatistics:
     """Statistics of each token of a shard, as `StoredRows` has them."""
 
     norms: np.ndarray
@@ -51,7 +51,7 @@ class ShardWriter:
         self._layout = Layout(plan.tokens, len(plan.ids), num_aux, hidden_size, storage_dtype)
         self._path = folder / f"{plan.name}.safetensors"
         self._sidecar_path = self._path.with_suffix(".json")
-        self._measured = _Measured(
+        self._statistics = _TokenStatistics(
             np.zeros((plan.tokens, num_aux + 1), np.float32),
             np.zeros(plan.tokens, np.float32),
             np.zeros(plan.tokens, np.int32),
@@ -88,9 +88,9 @@ class ShardWriter:
             data = _bytes_of(tensor)
             self._put(self._layout.starts[name] + start * (data.size // max(len(rows), 1)), data)
         end = start + len(rows)
-        self._measured.norms[start:end] = rows.norms.numpy()
-        self._measured.max_abs[start:end] = rows.max_abs.numpy()
-        self._measured.nonfinite[start:end] = rows.nonfinite.numpy()
+        self._statistics.norms[start:end] = rows.norms.numpy()
+        self._statistics.max_abs[start:end] = rows.max_abs.numpy()
+        self._statistics.nonfinite[start:end] = rows.nonfinite.numpy()
         self._written[start:end] = True
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -131,7 +131,7 @@ class ShardWriter:
     def _sidecar(self) -> dict[str, Any]:
         shard = StoredShard(self._partial)
         checksums = shard.sample_checksums(self.plan.offsets)
-        statistics = _per_sample(self.plan.offsets, self._measured, self.plan.loss_mask)
+        statistics = _per_sample(self.plan.offsets, self._statistics, self.plan.loss_mask)
         return {
             "plan_sha256": self.plan.sha256,
             "bytes": self._layout.size,
@@ -200,14 +200,14 @@ class StoredShard:
         digest.update("".join(sample_checksums).encode())
         return digest.hexdigest()
 
-    def measured(self, rows: int) -> StoredRows:
-        """Its first rows, measured again."""
+    def stored_rows(self, rows: int) -> StoredRows:
+        """Its first rows, with the statistics of what is there now."""
         states = (self.aux, self.last, self.aux_scale, self.last_scale)
         return StoredRows.read(*(None if tensor is None else tensor[:rows] for tensor in states))
 
-    def statistics(self, offsets: np.ndarray, measured: StoredRows) -> dict[str, np.ndarray]:
+    def statistics(self, offsets: np.ndarray, rows: StoredRows) -> dict[str, np.ndarray]:
         """What the sidecar says of each sample, from the rows of them all."""
-        return _per_sample(offsets, measured, self.loss_mask.numpy()[: len(measured)])
+        return _per_sample(offsets, rows, self.loss_mask.numpy()[: len(rows)])
 
 
 def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def shard_is_done(folder: Path, name: str, plan_sha256: str) -> bool:
     return (sidecar["plan_sha256"], sidecar.get("bytes")) == (plan_sha256, size)
 
 
-def _per_sample(offsets: np.ndarray, rows: "StoredRows | _Measured", mask: np.ndarray) -> dict[str, np.ndarray]:
+def _per_sample(offsets: np.ndarray, rows: "StoredRows | _TokenStatistics", mask: np.ndarray) -> dict[str, np.ndarray]:
     """Columns of one value a sample; NaN or infinite where the states are.
 
     Args:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from tasks.common.shard_layout import SAFETENSORS, WIDTHS
+from tasks.common.tensor_types import SAFETENSORS, WIDTHS
 
 if TYPE_CHECKING:
     import torch
@@ -39,20 +39,20 @@ def decode(values: "torch.Tensor", scale: "torch.Tensor | None") -> "torch.Tenso
 
 @dataclass(frozen=True)
 class StoredRows:
-    """States of n consecutive tokens as they are stored, and what was measured of them, on any device.
+    """States of n consecutive tokens as they are stored, and the statistics of their values, on any device.
 
     Attributes:
         aux: [n, n_aux, H] in the storage type.
         last: [n, H] in the storage type.
         aux_scale: float32 [n, n_aux], last_scale: float32 [n]; None but for float8.
-        measured: float32 [n, 2, n_aux + 1], L2 norm and largest absolute value of each aux state and of the last, as stored.
+        norm_and_max: float32 [n, 2, n_aux + 1], L2 norm and largest absolute value of each aux state and of the last, as stored.
     """
 
     aux: "torch.Tensor"
     last: "torch.Tensor"
     aux_scale: "torch.Tensor | None"
     last_scale: "torch.Tensor | None"
-    measured: "torch.Tensor"
+    norm_and_max: "torch.Tensor"
 
     @classmethod
     def of(cls, aux: "torch.Tensor", last: "torch.Tensor", storage_dtype: str) -> "StoredRows":
@@ -69,39 +69,40 @@ class StoredRows:
         aux_scale: "torch.Tensor | None",
         last_scale: "torch.Tensor | None",
     ) -> "StoredRows":
-        """Rows as they are stored already, measured."""
+        """Rows as they are stored already, with their statistics."""
         import torch
 
         num_aux = aux.shape[1]
-        measured = torch.empty((len(last), 2, num_aux + 1), dtype=torch.float32, device=last.device)
+        norm_and_max = torch.empty((len(last), 2, num_aux + 1), dtype=torch.float32, device=last.device)
+        fill = _by_kernels if last.is_cuda else _by_copy
         for piece in _pieces(aux, last):
-            _measure(decode(aux[piece], _cut(aux_scale, piece)), measured[piece, :, :num_aux])
-            _measure(decode(last[piece], _cut(last_scale, piece))[:, None], measured[piece, :, num_aux:])
-        return cls(aux, last, aux_scale, last_scale, measured)
+            fill(norm_and_max[piece, :, :num_aux], decode(aux[piece], _cut(aux_scale, piece)))
+            fill(norm_and_max[piece, :, num_aux:], decode(last[piece], _cut(last_scale, piece))[:, None])
+        return cls(aux, last, aux_scale, last_scale, norm_and_max)
 
     @property
     def norms(self) -> "torch.Tensor":
         """float32 [n, n_aux + 1]; one beyond float32 is the largest float32: infinite are norms of states that are."""
         import torch
 
-        norms, largest = self.measured.unbind(1)
+        norms, largest = self.norm_and_max.unbind(1)
         return torch.where(largest.isfinite(), norms.clamp_max(torch.finfo(torch.float32).max), norms)
 
     @property
     def max_abs(self) -> "torch.Tensor":
         """float32 [n]."""
-        return self.measured[:, 1].amax(-1)
+        return self.norm_and_max[:, 1].amax(-1)
 
     @property
     def nonfinite(self) -> "torch.Tensor":
         """int32 [n], NaN or Inf values; states are looked at again only where the largest value is one."""
         import torch
 
-        count = torch.zeros(len(self), dtype=torch.int32)
+        count = torch.zeros(len(self), dtype=torch.int32, device=self.last.device)
         odd = (~self.max_abs.isfinite()).nonzero().squeeze(1)
         for states, scale in ((self.aux, self.aux_scale), (self.last, self.last_scale)):
             decoded = decode(states[odd], None if scale is None else scale[odd])
-            count[odd] += (~decoded.isfinite()).flatten(1).sum(-1, dtype=torch.int32)
+            count[odd] += (~decoded.float().isfinite()).flatten(1).sum(-1, dtype=torch.int32)
         return count
 
     def __len__(self) -> int:
@@ -147,14 +148,20 @@ def _encode(states: "torch.Tensor", storage_dtype: str) -> tuple["torch.Tensor",
     return torch.cat(values), scale
 
 
-def _measure(states: "torch.Tensor", into: "torch.Tensor") -> None:
-    """L2 norm and largest absolute value of states [n, slots, H] into float32 [n, 2, slots]; NaN and Inf stay."""
+def _by_kernels(norm_and_max: "torch.Tensor", states: "torch.Tensor") -> None:
+    """Fill float32 [n, 2, slots] from states [n, slots, H], NaN and Inf included; each half is one kernel, which makes no
+    copy in float32 and does not wait for the device.
+    """
     import torch
 
-    if states.is_cuda:  # each in one kernel, without a copy in float32, and nothing waits for the device
-        for row, order in enumerate((2, torch.inf)):
-            torch.linalg.vector_norm(states, order, -1, dtype=torch.float32, out=into[:, row])
-        return
+    for row, order in enumerate((2, torch.inf)):
+        torch.linalg.vector_norm(states, order, -1, dtype=torch.float32, out=norm_and_max[:, row])
+
+
+def _by_copy(norm_and_max: "torch.Tensor", states: "torch.Tensor") -> None:
+    """The same by way of a copy in float32, of any stored type: on a CPU, where it stays in the cache, the faster one."""
+    import torch
+
     states = states.float()
-    into[:, 0] = torch.linalg.vector_norm(states, dim=-1)
-    into[:, 1] = states.abs().amax(-1)
+    norm_and_max[:, 0] = torch.linalg.vector_norm(states, dim=-1)
+    norm_and_max[:, 1] = states.abs().amax(-1)

@@ -15,7 +15,7 @@ from tasks.common.files import read_json
 from tasks.common.hidden_states import HiddenStates, Sample
 from tasks.common.shard import ShardWriter, StoredShard, shard_is_done
 from tasks.common.shard_layout import ShardPlan
-from tasks.common.storage import StoredRows, bytes_per_token
+from tasks.common.storage import StoredRows, _by_copy, _by_kernels, bytes_per_token
 from tests.stored import write_shard, write_split
 
 TYPES = ["float32", "bfloat16", "float16", "float8"]
@@ -298,6 +298,32 @@ def test_a_norm_beyond_float32_is_a_number_and_no_missing_value():
     assert rows.nonfinite.tolist() == [0, 0]
     aux[0, 0, 0] = float("inf")
     assert StoredRows.of(aux, last, "float32").nonfinite.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_gpus_way_to_norms_and_largest_values_finds_what_a_cpus_does(dtype):
+    """The kernels of the one are run on the CPU here, into the strided halves that they fill on a GPU."""
+    states = torch.randn(6, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    states[0, 1] = 0
+    states[1, 0, 5] = float("nan")
+    states[2, 2, 7] = -float("inf")
+    states[3] = torch.finfo(dtype).max  # as bfloat16 or float32 its norm is beyond float32
+    ways = [torch.full((6, 2, 4), -1.0) for _ in range(2)]
+    for fill, found in zip((_by_kernels, _by_copy), ways, strict=True):
+        fill(found[:, :, :3], states)
+        assert found[..., 3].unique().tolist() == [-1]
+    torch.testing.assert_close(*ways, rtol=1e-6, atol=0, equal_nan=True)
+    norms, largest = ways[0].unbind(1)
+    assert norms[1].isnan().tolist() == largest[1].isnan().tolist() == [True, False, False, False]
+    assert (norms[2, 2], largest[2, 2]) == (float("inf"), float("inf"))
+    assert largest[3, 0] == torch.finfo(dtype).max
+    assert norms[3, 0].isinf() == (dtype != torch.float16)
+
+
+def test_what_is_not_finite_is_counted_where_the_states_are():
+    rows = rows_of(make_samples()[0], "bfloat16")
+    with torch.device("meta"):  # where a tensor goes whose device nobody names
+        assert rows.nonfinite.device == rows.last.device
 
 
 @pytest.mark.parametrize("storage_dtype", TYPES)
