@@ -70,6 +70,7 @@ def _spread(states: pd.DataFrame, split: str, contract: Contract, count: int) ->
         (states["rows"] == states["tokens"])
         & (states["num_nonfinite"] == 0)
         & (states["aux_width"] == contract.aux_width)
+        & (states["last_width"] == contract.hidden_size)
     )
     usable = states[(states["split"] == split) & whole].sort_values(["tokens", "id"])
     count = min(count, len(usable))

@@ -22,6 +22,7 @@ from tasks.common.responses import SPLITS, read_responses
 from tasks.common.shard import StoredShard, read_sidecar
 from tasks.common.shard_layout import ShardPlan
 from tasks.common.storage import StoredRows
+from tasks.common.tensor_types import SAFETENSORS
 from tasks.gates.token_norms import TokenNorms
 
 _SHARD_COLUMNS = ("id", "problem", "samples", "tokens", "megabytes", "checksum", "recorded_checksum", "detail")
@@ -167,11 +168,11 @@ def _read_shard(
     if there < len(recorded):
         row["problem"] = f"{shard.path} ends before its last {len(recorded) - there} samples"
         samples.iloc[there:, samples.columns.get_loc("problem")] = row["problem"]
-    measured = shard.measured(int(offsets[-1]))
-    token_norms = measured.norms.numpy()
+    rows = shard.stored_rows(int(offsets[-1]))
+    token_norms = rows.norms.numpy()
     if token_norms.shape[1] == norms.slots:
         norms.add(token_norms)
-    states = _measure(shard, measured, offsets, recorded.iloc[:there], final_norm, storage_dtype)
+    states = _measure(shard, rows, offsets, recorded.iloc[:there], final_norm, storage_dtype)
     row["checksum"] = shard.checksum(states["checksum"].tolist())
     row["tokens"] = int(offsets[-1])
     states.insert(1, "split", split)
@@ -185,20 +186,46 @@ def _offsets(shard: StoredShard, recorded: pd.DataFrame) -> np.ndarray:
     """Where the samples lie of which at least a row is there, the last one cut to what is.
 
     Raises:
-        ValueError: the tensors are not [tokens, n_aux, H] and [tokens, H].
+        ValueError: a tensor has no tokens, or is not what a shard has under its name.
     """
-    if shard.aux.dim() != 3 or shard.last.dim() != 2:
-        raise ValueError(
-            f"aux {list(shard.aux.shape)}, last {list(shard.last.shape)}: not [tokens, n_aux, H], [tokens, H]"
-        )
+    _require_tensors(shard)
     offsets = np.append(recorded["start"].to_numpy(), recorded["start"].iloc[-1] + recorded["tokens"].iloc[-1])
     there = int(np.searchsorted(offsets[:-1], shard.rows))
     return np.minimum(offsets[: there + 1], shard.rows)
 
 
+def _require_tensors(shard: StoredShard) -> None:
+    """Types and shapes fit together; how many rows there are, how wide states are and how they are stored is judged later.
+
+    Raises:
+        ValueError: names the tensor that does not.
+    """
+    slots, hidden_size = shard.aux.shape[1:] if shard.aux.dim() == 3 else ("n_aux", "H")
+    expected: dict[str, tuple[str, tuple[int | str, ...]]] = {
+        "aux": ("a float", ("tokens", "n_aux", "H")),
+        "last": ("a float", ("tokens", hidden_size)),
+        "aux_scale": ("float32", ("tokens", slots)),
+        "last_scale": ("float32", ("tokens",)),
+        "input_ids": ("int32", ("tokens",)),
+        "loss_mask": ("uint8", ("tokens",)),
+    }
+    for name, (dtype, shape) in expected.items():
+        tensor: torch.Tensor | None = getattr(shard, name)
+        if tensor is None:
+            continue
+        is_float = tensor.is_floating_point() and _name_of(tensor.dtype) in SAFETENSORS
+        of_type = is_float if dtype == "a float" else _name_of(tensor.dtype) == dtype
+        of_shape = tensor.dim() == len(shape) and all(
+            size == wanted or isinstance(wanted, str) for size, wanted in zip(tensor.shape, shape, strict=True)
+        )
+        if not (of_type and of_shape and len(tensor)):
+            wanted = ", ".join(map(str, shape))
+            raise ValueError(f"{name} is {_name_of(tensor.dtype)} {list(tensor.shape)}, expected {dtype} [{wanted}]")
+
+
 def _measure(
     shard: StoredShard,
-    measured: StoredRows,
+    rows: StoredRows,
     offsets: np.ndarray,
     recorded: pd.DataFrame,
     final_norm: torch.Tensor,
@@ -207,7 +234,7 @@ def _measure(
     """What stored samples are now, beside what the table says."""
     starts, ends = offsets[:-1], offsets[1:]
     ids, mask = shard.input_ids.numpy()[: offsets[-1]], shard.loss_mask.numpy()
-    found = shard.statistics(offsets, measured)
+    found = shard.statistics(offsets, rows)
     rms = farthest_from_one(_rms(shard, int(ends[-1]), final_norm), starts)
     normed = np.abs(rms - 1) <= TOLERANCE[storage_dtype]
     tokens = recorded["tokens"].to_numpy()
@@ -247,8 +274,20 @@ def _rms(shard: StoredShard, end: int, final_norm: torch.Tensor) -> np.ndarray:
 
 
 def _stored_type(shard: StoredShard) -> str:
-    name = str(shard.aux.dtype).removeprefix("torch.")
-    return "float8" if name == "float8_e4m3fn" and shard.aux_scale is not None else name
+    """As dump.storage_dtype spells it; both where aux and last differ."""
+    types = {_type(shard.aux, shard.aux_scale), _type(shard.last, shard.last_scale)}
+    return " and ".join(sorted(types))
+
+
+def _type(values: torch.Tensor, scale: torch.Tensor | None) -> str:
+    name = _name_of(values.dtype)
+    if name == "float8_e4m3fn":
+        return f"{name} without scales" if scale is None else "float8"
+    return name if scale is None else f"{name} with scales"
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _or_missing(values: np.ndarray) -> np.ndarray:
