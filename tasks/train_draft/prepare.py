@@ -100,9 +100,10 @@ def write_result(trainer: Trainer, folder: Path, facts: dict) -> dict:
 
 
 def _key(params: Params, contract: Contract, train: list[str], heldout: HiddenStates) -> str:
+    """Names all that the steps depend on. How they are computed may change from one start to the next."""
     return sha256_json(
         {
-            "train_draft": params.train_draft.model_dump(),
+            "train_draft": params.train_draft.model_dump(exclude={"data_workers", "checkpoint_every"}),
             "num_steps": params.serve.num_steps,
             "contract": contract.model_dump(),
             "shards": {"train": train, "heldout": [shard["checksum"] for shard in heldout.shards]},
