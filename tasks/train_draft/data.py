@@ -115,10 +115,16 @@ class DraftData(Dataset):
 
     def read(self, indices: list[int]) -> Batch:
         """Read and pack these samples, on `device`."""
-        return self[indices].on(self.device)
+        return self._stored(indices).on(self.device)
 
-    def __getitem__(self, indices: list[int]) -> StoredBatch:
-        """The same as worker processes read it."""
+    def __getitem__(self, indices: list[int]) -> StoredBatch | DraftlineError:
+        """The same as worker processes read it. An error is a value: of one that is raised there a traceback comes back."""
+        try:
+            return self._stored(indices)
+        except DraftlineError as error:
+            return error
+
+    def _stored(self, indices: list[int]) -> StoredBatch:
         argmax = np.concatenate([self.target_argmax[self.starts[i] : self.starts[i + 1]] for i in indices])
         return StoredBatch.of([self.states.read_stored(index) for index in indices], torch.from_numpy(argmax))
 
@@ -170,6 +176,8 @@ class BatchStream:
             generator=torch.Generator(),  # else it draws from the global one
         )
         for batch in loader:
+            if isinstance(batch, DraftlineError):
+                raise batch
             self.epoch, self.batch = asked.popleft()
             yield batch.on(self.data.device)
 
@@ -195,5 +203,5 @@ class BatchStream:
             epoch, batch = epoch + 1, 0
 
 
-def _as_it_is(batch: StoredBatch) -> StoredBatch:
+def _as_it_is(batch: StoredBatch | DraftlineError) -> StoredBatch | DraftlineError:
     return batch
