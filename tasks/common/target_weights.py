@@ -107,6 +107,10 @@ class TargetWeights:
 
     def final_norm(self) -> "torch.Tensor":
         """What the RMSNorm before the head multiplies by, [H]."""
-        weight = self.read("model.norm.weight")
+        return self.norm("model.norm.weight")
+
+    def norm(self, suffix: str) -> "torch.Tensor":
+        """What an RMSNorm multiplies by, [H]; some families store it less one."""
+        weight = self.read(suffix)
         family = str(read_json(self.folder / "config.json").get("model_type")).removesuffix("_text")
         return weight + 1 if family in _STORED_MINUS_ONE else weight
