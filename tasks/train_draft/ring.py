@@ -87,12 +87,12 @@ class RingStream:
         return {"seed": self.seed, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the epoch of `state_dict`."""
+        """Go on in the epoch of `state_dict`; once, in a new stream, which may have found the epoch at its end already."""
         if state["seed"] != self.seed:
             raise DraftlineError(
                 f"the position is of an order with seed {state['seed']}, this one has seed {self.seed}."
             )
-        self.epoch = state["epoch"]
+        self.epoch += state["epoch"]
 
     def _consume(self) -> Iterator[tuple[ShardPlan, StoredShard]]:
         while True:

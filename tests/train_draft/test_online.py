@@ -1,6 +1,8 @@
 """Training beside the dump: the states come and go, and the draft learns from every one of them."""
 
 import multiprocessing
+import os
+import signal
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from tasks.common.files import ARTIFACTS, write_jsonl
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.planned_shards import plan_shards
 from tasks.common.responses import RESPONSES, Response
+from tasks.common.ring import consume
 from tasks.common.target import TargetShape, load_config, load_model, model_folder, target_contract
 from tasks.common.target_weights import TargetWeights
 from tasks.dump_hidden_states.dump import dump
@@ -153,6 +156,67 @@ def test_a_second_epoch_waits_for_another_dump(make_params, capsys, tmp_path):
     assert set(again) <= set(seen)
     assert source._stream.epoch == 1
     assert "waiting for epoch 1: start the dump again" in capsys.readouterr().out
+
+
+def shards(suffix: str) -> list[str]:
+    return sorted(path.stem for path in TRAIN.glob(f"shard-*.{suffix}"))
+
+
+def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_with_what_is_not_freed(make_params, dumping):
+    params = make_params(2)
+
+    def train_and_die() -> None:
+        torch.set_num_threads(1)
+        for step in prepare_training(params, DRAFT, RingSource)[0].steps():
+            if step.step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    killed = multiprocessing.get_context("fork").Process(target=train_and_die)
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    freed = shards("freed")
+    assert freed
+    trainer, facts = prepare_training(params, DRAFT, RingSource)
+    assert shards("freed") == freed
+    assert [step.step for step in trainer.steps()] == [5, 6, 7, 8]
+    assert shards("freed")[: len(freed)] == freed
+    assert len(shards("freed")) > len(freed)
+    assert [point["step"] for point in write_result(trainer, DRAFT, facts)["curve"]] == [4, 8]
+
+
+def test_a_shard_whose_reader_died_while_it_freed_it_is_not_read_again(make_params):
+    """It is marked first, then removed."""
+    params = make_params(99)
+    dump(params)
+    (TRAIN / "shard-00000.json").rename(TRAIN / "shard-00000.freed")
+    first, later = list(plan_shards("train", params, target_contract(params.contract)))[:2]
+    plan, _ = next(consume(TRAIN, [first, later], lambda folder, plan: None))
+    assert plan.name == "shard-00001"
+    assert "shard-00000" not in shards("safetensors")
+
+
+def test_a_trainer_that_died_at_the_end_of_an_epoch_goes_on_in_the_next(make_params):
+    """All is freed and not yet forgotten; the checkpoint is of the epoch that is over."""
+    params = make_params(99)
+    dump(params)
+    for step in prepare_training(params, DRAFT, RingSource)[0].steps():
+        if step.step == 4:
+            break
+    for name in shards("safetensors"):
+        (TRAIN / f"{name}.json").rename(TRAIN / f"{name}.freed")
+        (TRAIN / f"{name}.safetensors").unlink()
+
+    def dump_once_forgotten():
+        if not shards("freed"):
+            dump(params)
+        return plan_shards("train", params, source.contract)
+
+    source = RingSource(params)
+    source._stream._plans = dump_once_forgotten
+    trainer, _ = prepare_training(params, DRAFT, lambda params: source)
+    assert trainer.step == 4
+    assert trainer.batches.epoch == 1
 
 
 def test_training_on_states_that_come_and_go_needs_the_other_command(make_params):
