@@ -96,8 +96,7 @@ class DraftData(Dataset):
         self.states, self.batch_tokens, self.device = states, batch_tokens, device
         self.target_argmax = target_argmax
         self.starts = np.cumsum([0, *states.tokens])
-        # The draft predicts from the third token on, and only what the assistant wrote.
-        supervised = (bool(states.read_tokens(index)[1][2:].any()) for index in range(len(states)))
+        supervised = (is_supervised(states.read_tokens(index)[1]) for index in range(len(states)))
         self.usable = np.flatnonzero(np.fromiter(supervised, bool, len(states)))
         if not len(self.usable):
             raise DraftlineError(
@@ -127,6 +126,20 @@ class DraftData(Dataset):
     def _stored(self, indices: list[int]) -> StoredBatch:
         argmax = np.concatenate([self.target_argmax[self.starts[i] : self.starts[i + 1]] for i in indices])
         return StoredBatch.of([self.states.read_stored(index) for index in indices], torch.from_numpy(argmax))
+
+
+def is_supervised(loss_mask: torch.Tensor | np.ndarray) -> bool:
+    """Whether a sample gives a loss: the draft predicts from the third token on, and only what the assistant wrote."""
+    return bool(loss_mask[2:].any())
+
+
+def require_seed(position: dict[str, Any], seed: int) -> None:
+    """
+    Raises:
+        DraftlineError: a stream's saved position is of an order with another seed.
+    """
+    if position["seed"] != seed:
+        raise DraftlineError(f"the position is of an order with seed {position['seed']}, this one has seed {seed}.")
 
 
 def pack(tokens: np.ndarray, order: np.ndarray, batch_tokens: int) -> list[list[int]]:
@@ -187,10 +200,7 @@ class BatchStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; takes effect with the next `iter`."""
-        if state["seed"] != self.seed:
-            raise DraftlineError(
-                f"the position is of an order with seed {state['seed']}, this one has seed {self.seed}."
-            )
+        require_seed(state, self.seed)
         self.epoch, self.batch = state["epoch"], state["batch"]
 
     def _indices(self, asked: deque[tuple[int, int]]) -> Iterator[list[int]]:
