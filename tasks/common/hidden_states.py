@@ -7,11 +7,8 @@
 The format is described in infra/docs/hidden_states.md.
 """
 
-import fcntl
-import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -63,6 +60,8 @@ def close_split(
 ) -> None:
     """Write table and manifest: what is not named there is not part of the split, and its files are removed.
 
+    No other process may do so at the same time.
+
     Args:
         engine: name and version of what computed the states.
     """
@@ -81,24 +80,23 @@ def close_split(
             }
         )
     named = {shard["name"] for shard in listed}
-    with _alone(folder):
-        for path in folder.glob("*shard-*"):  # of another plan, or left half by a writer that was killed
-            if path.stem not in named or path.suffix == ".freed":
-                path.unlink(missing_ok=True)
-        _write_table(folder / TABLE, tables)
-        write_json(
-            folder / MANIFEST,
-            {
-                "format_version": FORMAT_VERSION,
-                "contract": contract.model_dump(),
-                "storage_dtype": storage_dtype,
-                "engine": engine,
-                "samples": sum(shard["samples"] for shard in listed),
-                "tokens": sum(shard["tokens"] for shard in listed),
-                "samples_sha256": sha256_file(folder / TABLE),
-                "shards": listed,
-            },
-        )
+    for path in folder.glob("*shard-*"):  # of another plan, or left half by a writer that was killed
+        if path.stem not in named or path.suffix == ".freed":
+            path.unlink(missing_ok=True)
+    _write_table(folder / TABLE, tables)
+    write_json(
+        folder / MANIFEST,
+        {
+            "format_version": FORMAT_VERSION,
+            "contract": contract.model_dump(),
+            "storage_dtype": storage_dtype,
+            "engine": engine,
+            "samples": sum(shard["samples"] for shard in listed),
+            "tokens": sum(shard["tokens"] for shard in listed),
+            "samples_sha256": sha256_file(folder / TABLE),
+            "shards": listed,
+        },
+    )
 
 
 class HiddenStates:
@@ -257,14 +255,3 @@ def _write_table(path: Path, tables: list["pa.Table"]) -> None:
 
     with replacing(path) as partial:
         pq.write_table(pa.concat_tables(tables), partial)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Ranks that finish together close the split one after the other."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)

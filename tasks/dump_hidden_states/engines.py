@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tasks.common.contract import Contract
-from tasks.common.params import Params
+from tasks.common.errors import DraftlineError
+from tasks.common.params import PARAMS, Params
 from tasks.common.server_plan import spanned_gpus
 from tasks.common.shard import ShardWriter
 from tasks.common.shard_layout import ShardPlan
@@ -25,6 +26,21 @@ def open_engine(params: Params, contract: Contract) -> AbstractContextManager[Co
     from tasks.dump_hidden_states.sglang_engine import sglang_engine
 
     return sglang_engine(params, contract)
+
+
+def require_devices_of_its_own(params: Params) -> None:
+    """Ranks of one host do not load the target onto the same devices.
+
+    Raises:
+        DraftlineError: target.device_map takes all devices that are visible, and another rank of this host would too.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if params.dump.engine == "transformers" and params.target.device_map and ranks > 1:
+        raise DraftlineError(
+            f"{PARAMS}: target.device_map is {params.target.device_map}, which spreads the target over all GPUs of a host, and each "
+            f"of the {ranks} ranks here would do that. Start one rank a host (torchrun --nproc-per-node 1), or set target.device_map: "
+            f"null and target.device: cuda, which gives each rank a GPU of its own."
+        )
 
 
 def on_this_gpu(params: Params) -> Params:

@@ -15,7 +15,7 @@ from tasks.common.files import read_json
 from tasks.common.params import PARAMS, Params
 from tasks.common.ring import was_written
 from tasks.common.server import Server
-from tasks.common.server_session import LOGS, reap_stale_servers
+from tasks.common.server_session import LOGS
 from tasks.common.shard_layout import ShardPlan
 from tasks.dump_hidden_states.spool import ERROR, FIGURES, Destination
 from tasks.dump_hidden_states.states_plan import require_hooks, states_plan
@@ -35,7 +35,6 @@ def sglang_engine(params: Params, contract: Contract) -> Iterator:
         DraftlineError: the server cannot be started with hooks, does not run with them, or they write nothing.
     """
     spool = (LOGS / f"states-{params.serve.port}@{socket.gethostname()}").absolute()
-    reap_stale_servers()  # one that a dead run left may still write from the spool
     shutil.rmtree(spool, ignore_errors=True)
     spool.mkdir(parents=True)
     try:
