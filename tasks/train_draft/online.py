@@ -12,7 +12,7 @@ import torch
 
 from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import HIDDEN_STATES, MANIFEST, HiddenStates
-from tasks.common.params import Params
+from tasks.common.params import PARAMS, Params
 from tasks.common.planned_shards import plan_shards
 from tasks.common.shard import shard_is_done
 from tasks.common.shard_layout import ShardPlan
@@ -36,8 +36,15 @@ class RingSource:
     def __init__(self, params: Params):
         """
         Raises:
-            DraftlineError: the held-out states are not there yet, or the gate refuses a shard of them.
+            DraftlineError: train is no ring, the held-out states are not there yet, or the gate refuses a shard of them.
         """
+        if params.dump.ahead_shards is None or (TRAIN / MANIFEST).exists():
+            found = "dump.ahead_shards is null" if params.dump.ahead_shards is None else f"{TRAIN} is a whole split"
+            raise DraftlineError(
+                f"{PARAMS}: {found}, and this would free each of its shards once it is read. Train on a dump that stays with "
+                f"`dvc repro`; to train beside one that goes on, set dump.ahead_shards and start "
+                f"`python -m tasks.dump_hidden_states`."
+            )
         contract, norm = target_contract(params.contract), TargetWeights(model_folder(params.target)).final_norm()
         self._params, self.contract = params, contract
         settings = params.train_draft

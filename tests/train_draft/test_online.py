@@ -258,3 +258,12 @@ def test_held_out_states_pass_the_gate_before_anything_is_trained(make_params, s
     close_again(states)
     with pytest.raises(DraftlineError, match=rf"(?s)heldout/{plans[-1].name}: .*{found}"):
         RingSource(make_params(99))
+
+
+@pytest.mark.parametrize("ahead_shards", [None, 2])
+def test_states_that_stay_are_not_freed(make_params, ahead_shards):
+    dump(make_params(None))
+    held = sorted(path.name for path in TRAIN.iterdir())
+    with pytest.raises(DraftlineError, match="this would free each of its shards"):
+        RingSource(make_params(ahead_shards))
+    assert sorted(path.name for path in TRAIN.iterdir()) == held
