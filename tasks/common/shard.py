@@ -150,13 +150,14 @@ class StoredShard:
     def __init__(self, path: Path):
         """
         Raises:
-            SafetensorError, OSError: it cannot be parsed or is not there.
+            SafetensorError, OSError, KeyError: it cannot be parsed, is not there, or lacks a tensor.
         """
         from safetensors import safe_open
 
         with safe_open(path, framework="pt") as file:
             self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         self.path = path
+        self.sample_offsets: torch.Tensor = self._tensors["sample_offsets"]
         self.input_ids: torch.Tensor = self._tensors["input_ids"]
         self.loss_mask: torch.Tensor = self._tensors["loss_mask"]
         self.aux: torch.Tensor = self._tensors["aux"]
@@ -196,7 +197,7 @@ class StoredShard:
         with open(self.path, "rb") as file:
             length = file.read(8)
             digest = xxhash.xxh3_128(length + file.read(int.from_bytes(length, "little")))
-        digest.update(_bytes_of(self._tensors["sample_offsets"]))
+        digest.update(_bytes_of(self.sample_offsets))
         digest.update("".join(sample_checksums).encode())
         return digest.hexdigest()
 

@@ -208,6 +208,7 @@ def _require_tensors(shard: StoredShard) -> None:
         "last_scale": ("float32", ("tokens",)),
         "input_ids": ("int32", ("tokens",)),
         "loss_mask": ("uint8", ("tokens",)),
+        "sample_offsets": ("int64", ("samples + 1",)),
     }
     for name, (dtype, shape) in expected.items():
         tensor: torch.Tensor | None = getattr(shard, name)

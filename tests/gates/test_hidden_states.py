@@ -218,6 +218,7 @@ def cut_to_nothing(tensor: torch.Tensor) -> torch.Tensor:
         ("input_ids", lambda t: t.long(), "input_ids is int64 [{tokens}]"),
         ("input_ids", lambda t: t[0].clone(), "input_ids is int32 []"),
         ("loss_mask", lambda t: t.float(), "loss_mask is float32 [{tokens}]"),
+        ("sample_offsets", lambda t: t.int(), "sample_offsets is int32 [{samples}]"),
         ("aux", lambda t: t.flatten(1), "aux is float8_e4m3fn [{tokens}, 192]"),
         ("last", lambda t: t[:, None].contiguous(), "last is float8_e4m3fn [{tokens}, 1, 64]"),
         ("last", lambda t: t.view(torch.uint8), "last is uint8 [{tokens}, 64]"),
@@ -225,11 +226,19 @@ def cut_to_nothing(tensor: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_a_tensor_that_no_shard_has_is_named_with_what_was_expected(judge_float8, name, change, said):
-    tokens = sum(read_json(TRAIN / "shard-00000.json")["samples"]["tokens"])
+    sizes = {"tokens": sum(read_json(TRAIN / "shard-00000.json")["samples"]["tokens"]), "samples": len(names()) + 1}
     verdict = judge_float8(lambda tensors: {**tensors, name: change(tensors[name])})
     assert verdict.samples("Every shard can be read") == ["train/shard-00000"]
     assert verdict.samples("Every stored sample can be read") == sorted(names())
-    assert f"cannot be read: {said.format(tokens=tokens)}, expected " in verdict.error
+    assert f"cannot be read: {said.format(**sizes)}, expected " in verdict.error
+
+
+@pytest.mark.parametrize("name", ["sample_offsets", "input_ids", "loss_mask", "aux", "last"])
+def test_a_shard_that_lacks_a_tensor_cannot_be_read(run, judge, name):
+    save_file({other: tensor for other, tensor in load_file(SHARD).items() if other != name}, SHARD)
+    verdict = judge("hidden_states")
+    assert verdict.samples("Every shard can be read") == ["train/shard-00000"]
+    assert f"cannot be read: '{name}'" in verdict.error
 
 
 def test_states_of_another_width_are_named_though_their_slots_make_up_for_it(run, judge):
