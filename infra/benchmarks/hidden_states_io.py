@@ -145,7 +145,7 @@ def read_at_scale(args: argparse.Namespace) -> dict:
 
 
 def gate_at_scale(args: argparse.Namespace) -> dict:
-    """Every check of the gate but the replay, over a dump and its answers."""
+    """Every check of the gate but the replay and the norms of the committed run, over a dump and its answers."""
     from tasks.gates.hidden_states import stored_tables
     from tasks.gates.stored_states import read_stored_states
     from tasks.gates.suite import judge
