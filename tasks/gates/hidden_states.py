@@ -12,7 +12,7 @@ from tasks.common.responses import SPLITS
 from tasks.common.target import model_folder, target_contract
 from tasks.common.target_weights import TargetWeights
 from tasks.gates.gate import Gate
-from tasks.gates.norms import NormRecord, earlier_norms, norm_label, norm_table, sample_limits
+from tasks.gates.norms import NormRecord, compare, norm_label, sample_limits
 from tasks.gates.replay import replay, replay_limit
 from tasks.gates.report import Histogram
 from tasks.gates.stored_states import StoredStates, read_stored_states
@@ -38,17 +38,13 @@ def build(params: Params) -> Gate:
     contract = target_contract(params.contract)
     stored = read_stored_states(contract, TargetWeights(model_folder(params.target)).final_norm())
     tables = stored_tables(stored, contract, params)
-    record = NormRecord.of(contract, params.dump.storage_dtype, stored.norms)
-    earlier, held_against = earlier_norms(record)
-    if earlier:
-        tables.append(norm_table(record, earlier))
     if params.gates.replay_samples:
         tables.append(replay_table(replay(params, contract, stored.splits, stored.states), params))
     return Gate(
         tables,
-        _figures(stored) | {"held against": held_against},
+        _figures(stored),
         list(_histograms(stored.states, contract)),
-        record.model_dump(mode="json"),
+        compare(NormRecord.of(contract, params.dump.storage_dtype, stored.norms)),
     )
 
 

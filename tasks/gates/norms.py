@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tasks.common.contract import Contract
 from tasks.common.git import git
-from tasks.gates.report import GATES
+from tasks.gates.report import GATES, Comparison
 from tasks.gates.suite import Table, because, show
 from tasks.gates.token_norms import TokenNorms
 
@@ -91,21 +91,26 @@ def sample_limits(states: pd.DataFrame) -> dict[str, tuple[float, float]]:
     return limits
 
 
-def earlier_norms(record: NormRecord) -> tuple[NormRecord | None, str]:
-    """The record of the run whose report is committed at git's HEAD, and what to call it.
+def compare(record: NormRecord) -> Comparison:
+    """With the run whose report is committed at git's HEAD."""
+    earlier, against = _committed(record)
+    return Comparison(
+        against,
+        record.model_dump(mode="json"),
+        earlier.model_dump(mode="json") if earlier else {},
+        norm_table(record, earlier) if earlier else None,
+    )
 
-    Returns:
-        None and why, where there is nothing that `record` could be held against.
-    """
+
+def _committed(record: NormRecord) -> tuple[NormRecord | None, str]:
+    """The record in that report; None and why, where there is nothing that `record` could be held against."""
     try:
         report = json.loads(git("cat-file", "blob", f"HEAD:./{_REPORT}"))
-        earlier, passed = NormRecord.model_validate(report["record"]), report["passed"]
+        earlier = NormRecord.model_validate(report["record"])
     except (OSError, CalledProcessError):
         return None, "nothing committed"
     except (ValueError, KeyError, TypeError):
         return None, "nothing: no norms committed"
-    if not passed:
-        return None, "nothing: committed run failed"
     if earlier.contract != record.contract:
         return None, "nothing: other contract"
     if earlier.storage_dtype != record.storage_dtype:
