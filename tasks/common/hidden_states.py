@@ -19,7 +19,7 @@ import numpy as np
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.files import ARTIFACTS, read_json, replacing, sha256_file, write_json
-from tasks.common.shard import StoredShard, read_sidecar
+from tasks.common.shard import StoredShard, files_of_shards, read_sidecar
 from tasks.common.storage import decode
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def close_split(
             }
         )
     named = {shard["name"] for shard in listed}
-    for path in folder.glob("*shard-*"):  # of another plan, or left half by a writer that was killed
+    for path in files_of_shards(folder):  # of another plan, or left half by a writer that was killed
         if path.stem not in named or path.suffix == ".freed":
             path.unlink(missing_ok=True)
     _write_table(folder / TABLE, tables)

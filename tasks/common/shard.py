@@ -12,6 +12,8 @@ the new shard comes, and the new one comes last, so a killed writer leaves nothi
 
 import json
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 # A sample's checksum runs over these in this order.
 _HASHED = ("input_ids", "loss_mask", "aux", "aux_scale", "last", "last_scale")
+_OWN_NAME = re.compile(r"shard-\d{5,}\.(safetensors|json|freed)|\.shard-\d{5,}\.(safetensors|json)\.partial")
 
 
 @dataclass(frozen=True)
@@ -216,14 +219,28 @@ def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
     return read_json(folder / f"{name}.json")
 
 
+def read_mark(path: Path) -> dict[str, Any]:
+    """A sidecar that may not be there, or be cut off or spoilt: empty then, as if nothing had been written."""
+    try:
+        mark = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) else {}
+
+
+def files_of_shards(folder: Path) -> Iterator[Path]:
+    """What shards and their writers leave in a folder; files of other names are somebody else's."""
+    return (path for path in folder.glob("*shard-*") if _OWN_NAME.fullmatch(path.name))
+
+
 def shard_is_done(folder: Path, name: str, plan_sha256: str) -> bool:
     """Whether the shard was written whole under this very plan; a reader may free it meanwhile. Its bytes are the gate's."""
     try:
         size = (folder / f"{name}.safetensors").stat().st_size
-        sidecar = json.loads((folder / f"{name}.json").read_bytes())
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         return False
-    return (sidecar["plan_sha256"], sidecar.get("bytes")) == (plan_sha256, size)
+    sidecar = read_mark(folder / f"{name}.json")
+    return (sidecar.get("plan_sha256"), sidecar.get("bytes")) == (plan_sha256, size)
 
 
 def _per_sample(offsets: np.ndarray, rows: "StoredRows | _TokenStatistics", mask: np.ndarray) -> dict[str, np.ndarray]:

@@ -5,10 +5,7 @@ die and be run again alone, and another n takes over what is there. Whichever ra
 Held-out states come first: they are few, and who reads along while train is dumped needs them.
 """
 
-import fcntl
-import os
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
@@ -23,12 +20,12 @@ from tasks.common.shard import shard_is_done
 from tasks.common.storage import bytes_per_token
 from tasks.common.target import target_contract
 from tasks.common.versions import result_versions
+from tasks.dump_hidden_states.answers import require_sound_answers
 from tasks.dump_hidden_states.engines import Compute, open_engine, require_devices_of_its_own
-from tasks.dump_hidden_states.room import require_room
+from tasks.dump_hidden_states.locks import closing_a_split, working_on
+from tasks.dump_hidden_states.room import require_room, require_writable
+from tasks.dump_hidden_states.share import Share
 from tasks.dump_hidden_states.split_plan import SplitPlan, shard_of
-
-# Beside the folder, which is DVC's output.
-_LOCK = HIDDEN_STATES.with_suffix(".lock")
 
 
 def dump(params: Params) -> dict[str, dict[str, int]]:
@@ -38,20 +35,29 @@ def dump(params: Params) -> dict[str, dict[str, int]]:
         For each split: samples, tokens, bytes, shards, and how many shards were taken over.
 
     Raises:
-        DraftlineError: disk or quota cannot hold the states; names the options. The ranks cannot share ring or GPUs. Or a shard
-            is missing at the end.
+        DraftlineError: disk or quota cannot hold the states; names the options. The ranks cannot share ring or GPUs. Another
+            process does the same. An answer is none that the target can read. Or a shard is missing at the end.
     """
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    share = Share.of_environment()
+    ranks = share.ranks
     if (ahead := params.dump.ahead_shards) and ahead < ranks:
         raise DraftlineError(
             f"{PARAMS}: dump.ahead_shards is {ahead}, fewer than the {ranks} ranks, each of which needs room for one. Set it to "
             f"at least {ranks}."
         )
     require_devices_of_its_own(params)
+    with working_on(share):
+        return _dump_share(params, share)
+
+
+def _dump_share(params: Params, share: Share) -> dict[str, dict[str, int]]:
     for sentence in reap_stale_servers():  # one that a dead run left, whatever its engine, may still write shards
         print(sentence)
     contract = target_contract(params.contract)
-    plans = [SplitPlan.of(split, params, contract, ranks) for split in reversed(SPLITS)]
+    require_sound_answers(contract)
+    for split in SPLITS:
+        require_writable(HIDDEN_STATES / split)
+    plans = [SplitPlan.of(split, params, contract, share) for split in reversed(SPLITS)]
     token_bytes = bytes_per_token(len(contract.aux_layer_ids), contract.hidden_size, params.dump.storage_dtype)
     require_room(plans, token_bytes, params)
     with ExitStack() as stack:
@@ -59,15 +65,17 @@ def dump(params: Params) -> dict[str, dict[str, int]]:
         for plan in plans:
             _clear(plan)
             if plan.own & plan.missing:
-                compute = compute or stack.enter_context(open_engine(params, contract))
-                _compute(plan, compute, params, contract, ranks)
+                compute = compute or stack.enter_context(
+                    open_engine(params, contract, max(each.longest for each in plans))
+                )
+                _compute(plan, compute, params, contract, share.ranks)
             if plan.is_online and not plan.missing:
                 print(
                     f"{plan.folder}: every shard was written or consumed. For a new epoch remove "
                     f"{plan.folder}/shard-*.freed and dump again."
                 )
             elif not plan.is_online:
-                _close(plan, params, contract, ranks)
+                _close(plan, params, contract, share.ranks)
     return {
         plan.split: {
             "samples": plan.samples,
@@ -116,18 +124,5 @@ def _close(plan: SplitPlan, params: Params, contract: Contract, ranks: int) -> N
         )
         return
     engine = {"name": params.dump.engine, "version": result_versions()[params.dump.engine]}
-    with _alone():
+    with closing_a_split():
         close_split(plan.folder, contract, params.dump.storage_dtype, engine, plan.shards)
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Ranks that finish together close a split one after the other, on several hosts too: NFS locks a file that is open for
-    writing, and no folder.
-    """
-    lock = os.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)

@@ -18,14 +18,20 @@ from tasks.common.target import load_model
 Compute = Callable[[Path, Iterable[ShardPlan | None]], Iterator[ShardPlan]]
 
 
-def open_engine(params: Params, contract: Contract) -> AbstractContextManager[Compute]:
-    """`with open_engine(...) as compute: for shard in compute(folder, shards)`, for `params.dump.engine`."""
+def open_engine(
+    params: Params, contract: Contract, longest: tuple[int, str] = (0, "")
+) -> AbstractContextManager[Compute]:
+    """`with open_engine(...) as compute: for shard in compute(folder, shards)`, for `params.dump.engine`.
+
+    Args:
+        longest: tokens and name of the longest sample that is to come: a server that cannot take it says so now.
+    """
     params = on_this_gpu(params)
     if params.dump.engine == "transformers":
         return _transformers(params, contract)
     from tasks.dump_hidden_states.sglang_engine import sglang_engine
 
-    return sglang_engine(params, contract)
+    return sglang_engine(params, contract, longest)
 
 
 def require_devices_of_its_own(params: Params) -> None:

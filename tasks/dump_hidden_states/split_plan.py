@@ -1,6 +1,5 @@
 """What a dump of one split still has to do: its shards, which of them are missing, which of those are this rank's."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,9 @@ from tasks.common.hidden_states import HIDDEN_STATES
 from tasks.common.params import Params
 from tasks.common.planned_shards import plan_shards
 from tasks.common.ring import is_freed
-from tasks.common.shard import shard_is_done
+from tasks.common.shard import files_of_shards, shard_is_done
+from tasks.common.shard_layout import ShardPlan
+from tasks.dump_hidden_states.share import Share
 
 
 @dataclass
@@ -22,6 +23,7 @@ class SplitPlan:
             closed. None: all stay.
         shards: name to plan hash, in order.
         largest: tokens of the largest shard.
+        longest: tokens and name of the longest sample that this rank computes.
         waiting_tokens: of the shards that are there, among the next `ahead_shards` that a reader takes.
     """
 
@@ -36,11 +38,11 @@ class SplitPlan:
     own_missing_tokens: int = 0
     waiting_tokens: int = 0
     largest: int = 0
+    longest: tuple[int, str] = (0, "")
 
     @classmethod
-    def of(cls, split: str, params: Params, contract: Contract, ranks: int) -> "SplitPlan":
-        """Look at what an earlier run left of the plan that these parameters make; RANK of the environment has its share."""
-        rank = int(os.environ.get("RANK", 0))
+    def of(cls, split: str, params: Params, contract: Contract, share: Share) -> "SplitPlan":
+        """Look at what an earlier run left of the plan that these parameters make."""
         plan = cls(split, params.dump.ahead_shards if split == "train" else None)
         unread = 0
         for index, shard in enumerate(plan_shards(split, params, contract)):
@@ -48,7 +50,7 @@ class SplitPlan:
             plan.samples += len(shard.ids)
             plan.tokens += shard.tokens
             plan.largest = max(plan.largest, shard.tokens)
-            is_own = index % ranks == rank
+            is_own = share.has(index)
             if is_own:
                 plan.own.add(shard.name)
             # In this order: one becomes the other meanwhile.
@@ -59,7 +61,9 @@ class SplitPlan:
             if not is_there:
                 plan.missing.add(shard.name)
                 plan.missing_tokens += shard.tokens
-                plan.own_missing_tokens += shard.tokens * is_own
+                if is_own:
+                    plan.own_missing_tokens += shard.tokens
+                    plan.longest = max(plan.longest, *_lengths(shard))
             elif plan.is_online and unread <= plan.ahead_shards:
                 plan.waiting_tokens += shard.tokens
         return plan
@@ -86,7 +90,7 @@ class SplitPlan:
 
     def leftovers(self) -> Iterator[Path]:
         """Files of shards that this plan does not have, or has otherwise, or that a writer left half."""
-        for path in self.folder.glob("*shard-*"):
+        for path in files_of_shards(self.folder):
             name = shard_of(path)
             if name not in self.shards or name in self.missing or (path.suffix == ".freed" and not self.is_online):
                 yield path
@@ -95,3 +99,8 @@ class SplitPlan:
 def shard_of(path: Path) -> str:
     """'shard-00003' of 'shard-00003.freed' and of '.shard-00003.safetensors.partial'."""
     return path.name.lstrip(".").partition(".")[0]
+
+
+def _lengths(shard: ShardPlan) -> Iterator[tuple[int, str]]:
+    """Tokens and name of each sample."""
+    return zip((shard.offsets[1:] - shard.offsets[:-1]).tolist(), shard.ids, strict=True)

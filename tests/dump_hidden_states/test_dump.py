@@ -19,12 +19,15 @@ from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_json, write_jsonl
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.responses import RESPONSES, Response
+from tasks.common.ring import is_freed
 from tasks.common.server_session import Process, ServerRecord, boot_id, kill_session, record_path, session_processes
 from tasks.common.storage import bytes_per_token
 from tasks.common.target import load_model, target_contract
 from tasks.common.versions import result_versions
 from tasks.dump_hidden_states import dump as dump_module
 from tasks.dump_hidden_states.dump import dump
+from tasks.dump_hidden_states.share import Share
+from tasks.dump_hidden_states.split_plan import SplitPlan
 
 
 def write_responses(train: int) -> list[Response]:
@@ -237,6 +240,7 @@ def test_a_shard_that_vanishes_while_the_dump_runs_is_an_error(params, monkeypat
 
 def test_a_ring_without_room_for_each_rank_is_refused(tiny_params, project, monkeypatch):
     write_responses(2)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(DraftlineError, match="ahead_shards is 3, fewer than the 4 ranks"):
         dump(tiny_params(dump={"ahead_shards": 3}))
@@ -366,15 +370,68 @@ def test_ranks_close_a_split_one_after_the_other(params, monkeypatch):
 
     monkeypatch.setattr(dump_module, "close_split", close)
     monkeypatch.setattr(fcntl, "flock", lock)
-    ranks = [threading.Thread(target=dump, args=(params,)) for _ in range(2)]
+    contract = target_contract(params.contract)
+    plan = SplitPlan.of("train", params, contract, Share(0, 1))
+    ranks = [threading.Thread(target=dump_module._close, args=(plan, params, contract, 1)) for _ in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join()
     assert met == []
     # NFS gives an exclusive lock on a file that is open for writing alone.
-    assert locks == [(True, os.O_RDWR)] * 4
+    assert locks == [(True, os.O_RDWR)] * 2
     assert not list(HIDDEN_STATES.glob("*.lock"))  # DVC's output holds states alone
+
+
+def test_a_longest_sample_is_told_to_the_engine_before_anything_is_computed(params, monkeypatch):
+    """Of those that are still to be computed by this rank."""
+    write_responses(6)
+    dump(params)
+    (HIDDEN_STATES / "train" / "shard-00000.json").unlink()
+    told = []
+    monkeypatch.setattr(dump_module, "open_engine", lambda *args: (told.append(args[2]), begin()))
+    with pytest.raises(Begun):
+        dump(params)
+    first = next(planned_shards.plan_shards("train", params, target_contract(params.contract)))
+    lengths = dict(zip(first.ids, (first.offsets[1:] - first.offsets[:-1]).tolist(), strict=True))
+    assert told == [max((tokens, name) for name, tokens in lengths.items())]
+
+
+@pytest.mark.parametrize("spoilt", ["{}", "[]", "null", "3", '{"plan_sha256": 1}', '{"plan'])
+def test_a_sidecar_that_is_none_makes_its_shard_dumped_again(params, spoilt):
+    write_responses(3)
+    dump(params)
+    sidecar = HIDDEN_STATES / "train" / "shard-00000.json"
+    whole = sidecar.read_bytes()
+    sidecar.write_text(spoilt)
+    assert not is_freed(HIDDEN_STATES / "train", "shard-00000", "plan")
+    sidecar.with_suffix(".freed").write_text(spoilt)
+    assert not is_freed(HIDDEN_STATES / "train", "shard-00000", "plan")
+    totals = dump(params)["train"]
+    assert totals["taken_over"] == totals["shards"] - 1
+    assert sidecar.read_bytes() == whole
+
+
+def test_files_of_other_names_stay(params):
+    write_responses(1)
+    train = HIDDEN_STATES / "train"
+    train.mkdir(parents=True)
+    others = [train / name for name in ("my-shard-notes.txt", "shard-00000.md", "shard-notes.json")]
+    for path in others:
+        path.write_text("mine")
+    old = [train / name for name in ("shard-00099.json", ".shard-00099.safetensors.partial", "shard-00098.freed")]
+    for path in old:
+        path.write_text("{}")
+    dump(params)
+    assert [path.exists() for path in others + old] == [True] * 3 + [False] * 3
+
+
+def test_a_folder_that_cannot_be_written_is_named_at_the_start(params):
+    write_responses(1)
+    HIDDEN_STATES.mkdir(parents=True)
+    (HIDDEN_STATES / "train").write_text("no folder")
+    with pytest.raises(DraftlineError, match=r"hidden_states/train: cannot be written: File exists\.$"):
+        dump(params)
 
 
 def test_ranks_of_one_host_do_not_all_spread_the_target_over_its_gpus(

@@ -8,6 +8,7 @@ from tasks.common.errors import DraftlineError
 from tasks.common.server_session import port_is_free
 from tasks.common.target import TARGET, target_contract
 from tasks.dump_hidden_states.engines import open_engine
+from tasks.dump_hidden_states.states_plan import require_fits
 from tasks.prepare_target.prepare import prepare_target
 from tests.dump_hidden_states.hooked_server import (
     States,
@@ -67,6 +68,14 @@ def test_the_wrong_layer_is_nowhere_near(alone):
     assert_layers_differ(alone)
 
 
-def test_a_sequence_that_the_server_cannot_take_is_named_before_it_is_sent(compute):
-    with pytest.raises(DraftlineError, match=r"sample-0-0 has 128 tokens.*takes 127 and answers one"):
-        dumped(compute, "long", [shard_of([[5] * 128])])
+def test_the_longest_sequence_that_the_server_says_it_takes_is_dumped_and_the_next_one_is_refused(compute):
+    info = compute.server.server_info()
+    most = info["max_req_input_len"] - 1
+    assert 100 < most < 128
+    require_fits(info, most, "sample")
+    [sample] = dumped(compute, "longest", [shard_of([[5] * most])])
+    assert sample.num_tokens == most
+    with pytest.raises(DraftlineError, match="takes"):
+        require_fits(info, most + 1, "sample")
+    with pytest.raises(DraftlineError, match="exceeds the maximum allowed length"):
+        compute.server.prefill([[5] * (most + 1)], ["too long"])
