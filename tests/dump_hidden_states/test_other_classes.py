@@ -19,6 +19,8 @@ from tests.dump_hidden_states.hooked_server import (
     shard_of,
 )
 
+pytestmark = pytest.mark.faults  # a server each
+
 SIZES = {
     "vocab_size": 320,
     "hidden_size": 64,
