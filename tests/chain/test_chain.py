@@ -11,7 +11,6 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tasks.common.params import Params
 from tests.flows.processes import processes_in, until
 
 pytestmark = pytest.mark.chain
@@ -60,7 +59,7 @@ def test_benchmark_reports_what_a_team_decides_on(chain):
 def test_server_fed_the_draft_the_states_that_it_was_trained_on_and_drafted_what_was_exported(chain):
     report = read(chain, "reports/launch_server.json")
     parity, checks = report["parity"], report["checks"]
-    assert parity["limit"] == Params().gates.max_relative_error
+    assert parity["limit"] == 1e-4  # float32 throughout
     for slot in parity["slots"]:
         assert slot["relative_error_below"] <= 1e-3 < slot["next_best"]["relative_error"]
         assert checks[f"C3 slot {slot['slot']} (the dump)"] == "ok"
