@@ -33,6 +33,7 @@ PLUMBING = {
     for name in (
         "errors",
         "files",
+        "git",
         "params",
         "progress",
         "stage",

@@ -70,20 +70,21 @@ def compare_files(args: argparse.Namespace) -> dict:
     wrote_padded = _seconds(lambda: _write_padded(padded, lengths, states))
     os.sync()
 
-    batch = torch.empty_like(states)  # where a trainer would have its batch; used again and again
+    # Where a trainer would have its batch; used again and again.
+    batch_aux, batch_last = (torch.empty(1024, width, dtype=states.dtype) for width in (_NUM_AUX * hidden, hidden))
 
     def read_shards(opened: HiddenStates) -> None:
         for index in order:
             sample = opened.read(index)
-            batch[: sample.num_tokens, :_NUM_AUX].copy_(sample.aux)
-            batch[: sample.num_tokens, _NUM_AUX].copy_(sample.last)
+            batch_aux[: sample.num_tokens].copy_(sample.aux.flatten(1))
+            batch_last[: sample.num_tokens].copy_(sample.last)
 
     def read_padded(_: None) -> None:
         for index in order:
             sample = torch.load(padded / f"data_{index}.ckpt", weights_only=True)
             aux, last = sample["aux_hidden_state"][0], sample["hidden_state"][0]
-            batch[: len(last), :_NUM_AUX].copy_(aux.view(len(last), _NUM_AUX, hidden))
-            batch[: len(last), _NUM_AUX].copy_(last)
+            batch_aux[: len(last)].copy_(aux)
+            batch_last[: len(last)].copy_(last)
 
     figures: dict = {"tokens": tokens, "samples": samples, "hidden_size": hidden, "storage_dtype": args.storage_dtype}
     rates: dict[tuple[str, str], list[float]] = {}
@@ -144,7 +145,7 @@ def read_at_scale(args: argparse.Namespace) -> dict:
 
 
 def gate_at_scale(args: argparse.Namespace) -> dict:
-    """Every check of the gate but the replay, over a dump and its answers."""
+    """Every check of the gate but the replay and the norms of the committed run, over a dump and its answers."""
     from tasks.gates.hidden_states import stored_tables
     from tasks.gates.stored_states import read_stored_states
     from tasks.gates.suite import judge

@@ -3,8 +3,8 @@
     python -m infra.gpu.measure_hidden_states engine --target /models/target --work /tmp/w --out engine.json
     python -m infra.gpu.measure_hidden_states float8 --target /models/target --work /tmp/w --out float8.json
 
-`engine`: a server without hooks, one with them, and one that cuts prompts into small chunks; transformers beside them.
-States against transformers at every aux layer, one request against 32 at once, chunks against whole prompts; tokens/s.
+`engine`: a server without hooks and one with them, in turn; one that cuts prompts into small chunks; transformers before
+them. States against transformers at every aux layer, one request against 32 at once, chunks against whole; tokens/s.
 `float8`: the target answers the built-in prompts, its states are stored as bfloat16 and as float8, and a draft is
 trained on each, same seed, same order. Nothing is fetched. On a CPU the same runs with `--device cpu` and fewer tokens.
 """
@@ -33,13 +33,10 @@ def main() -> None:
     parser.add_argument("part", choices=("engine", "float8"))
     parser.add_argument("--target", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--work", type=Path, required=True, help="is emptied; artifacts and logs go there")
-    parser.add_argument("--memory-folder", type=Path, default=Path("/dev/shm/draftline"), help="is emptied")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument(
-        "--tokens", type=int, default=5_200_000, help="of the dump to --work; shorter passes take a fifth"
-    )
+    parser.add_argument("--tokens", type=int, default=1_048_576, help="of each of five rounds")
     parser.add_argument("--longest", type=int, default=1024, help="tokens of the longest sample")
     parser.add_argument("--shard-tokens", type=int, default=65_536)
     parser.add_argument("--train-steps", type=int, default=300)
@@ -50,7 +47,7 @@ def main() -> None:
         "--extra-args", default="--attention-backend triton --sampling-backend pytorch", help="of SGLang"
     )
     args = parser.parse_args()
-    args.target, args.memory_folder, out = args.target.absolute(), args.memory_folder.absolute(), args.out.absolute()
+    args.target, out = args.target.absolute(), args.out.absolute()
     shutil.rmtree(args.work, ignore_errors=True)
     args.work.mkdir(parents=True)
     os.chdir(args.work)
@@ -86,7 +83,7 @@ def _params(args: argparse.Namespace) -> Params:
             "serve": {
                 "context_length": args.longest + 8,
                 "max_total_tokens": None if args.device == "cuda" else 20_000,
-                "mem_fraction_static": 0.5,
+                "mem_fraction_static": 0.3,
                 "extra_args": args.extra_args.split(),
             },
         }

@@ -24,39 +24,34 @@ from tasks.common.storage import bytes_per_token
 from tasks.common.target import load_model, load_tokenizer, target_contract
 from tasks.dump_hidden_states.capture import Capture
 from tasks.dump_hidden_states.engines import batches, open_engine
+from tasks.dump_hidden_states.sglang_engine import HookedServer
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PARITY_SAMPLES = 32
 _SMALL_CHUNK = 128
 _IN_FLIGHT = 8
+_ROUNDS = 5
 
 
 def measure_engine(args: argparse.Namespace, params: Params, out: Path) -> dict[str, Any]:
     """Parity and speed; what is known so far is in `out` after each server."""
     contract = target_contract(params.contract)
-    few, many = args.tokens // 5, args.tokens
-    size = bytes_per_token(len(contract.aux_layer_ids), contract.hidden_size, params.dump.storage_dtype)
-    speed: dict[str, int] = {}
+    speed: dict[str, dict[str, Any]] = {}
     parity: dict[str, Any] = {}
     found: dict[str, Any] = {
         "tokens_per_s": speed,
-        "tokens_dumped_to_disk": many,
-        "bytes_per_token": size,
+        "tokens_dumped": _ROUNDS * args.tokens,
+        "bytes_per_token": bytes_per_token(
+            len(contract.aux_layer_ids), contract.hidden_size, params.dump.storage_dtype
+        ),
         "parity": parity,
     }
     texts = _text_shard(params)
-    own, exact, speed["transformers prefill"] = _with_transformers(args, params, contract, texts)
+    own, exact, rates = _with_transformers(args, params, contract, texts)
+    speed["transformers prefill"] = _spread(rates)
     parity["transformers / transformers in float32"] = compare(own, exact, contract)
 
-    with Server(baseline_plan(_many_requests(params))) as server:
-        _prefill(server, _random_shards(args, contract, few // 4), "warm")
-        speed["server without hooks"] = _rate(
-            few, lambda: _prefill(server, _random_shards(args, contract, few), "plain")
-        )
-    write_json(out, found)
-
-    memory = args.memory_folder if _has_room(args.memory_folder, 1.5 * few * size) else Path("memory").absolute()
-    with open_engine(params, contract) as compute:
+    with Server(baseline_plan(_beside(params))) as plain, open_engine(params, contract) as compute:
         together = _states(compute, Path("together"), [texts])
         parity["32 at once / transformers"] = compare(together, own, contract)
         parity["32 at once / transformers in float32"] = compare(together, exact, contract)
@@ -64,23 +59,7 @@ def measure_engine(args: argparse.Namespace, params: Params, out: Path) -> dict[
             _states(compute, Path("alone"), _split(texts)), together, contract
         )
         write_json(out, found)
-        _drain(compute, memory / "warm", _random_shards(args, contract, few // 4))
-        speed["server with hooks, requests of others"] = _rate(
-            few, lambda: _prefill(compute.server, _random_shards(args, contract, few), "plain")
-        )
-        name = "server with hooks, to memory" if memory == args.memory_folder else "server with hooks, a fifth to disk"
-        speed[name] = _rate(few, lambda: _drain(compute, memory / "dump", _random_shards(args, contract, few)))
-        shutil.rmtree(memory)
-        before = compute.waited_s
-        began = time.perf_counter()
-        _drain(compute, Path("dump").absolute(), _random_shards(args, contract, many))
-        seconds = time.perf_counter() - began
-        waited = compute.waited_s - before
-    shutil.rmtree("dump")
-    hooked = speed["server with hooks, to disk"] = round(many / seconds)
-    found["to_disk_over_server_without_hooks"] = round(hooked / speed["server without hooks"], 3)
-    found["to_disk_over_transformers_prefill"] = round(hooked / speed["transformers prefill"], 3)
-    found["share_of_time_the_server_waited_for_writing"] = round(waited / seconds, 3)
+        found |= _side_by_side(args, contract, plain, compute, speed)
     write_json(out, found)
 
     extra = (*params.serve.extra_args, "--chunked-prefill-size", str(_SMALL_CHUNK))
@@ -91,9 +70,52 @@ def measure_engine(args: argparse.Namespace, params: Params, out: Path) -> dict[
     return found
 
 
-def _many_requests(params: Params) -> Params:
-    """As many at once as the server with hooks takes, and no prefix cache either: each pass asks for the same tokens."""
-    changed = {"max_running_requests": 256, "extra_args": (*params.serve.extra_args, "--disable-radix-cache")}
+def _side_by_side(args, contract: Contract, plain: Server, compute: HookedServer, speed: dict) -> dict[str, Any]:
+    """Rounds of each in turn: the pace of a machine that others use too changes from one minute to the next."""
+    tokens, folder = args.tokens, Path("dump").absolute()
+    works = {
+        "server without hooks": lambda: _prefill(plain, _random_shards(args, contract, tokens), "plain"),
+        "server with hooks, requests of others": lambda: _prefill(
+            compute.server, _random_shards(args, contract, tokens), "others"
+        ),
+        "dump to a disk": lambda: _drain(compute, folder, _random_shards(args, contract, tokens)),
+    }
+    rates: dict[str, list[int]] = {name: [] for name in works}
+    waited_s = dump_s = 0.0
+    for number in range(-1, _ROUNDS):  # the first is to warm up
+        for name, work in works.items():
+            before = compute.waited_s
+            rate = _rate(tokens, work)
+            if number >= 0:
+                rates[name].append(rate)
+                waited_s += compute.waited_s - before
+                dump_s += tokens / rate if name == "dump to a disk" else 0
+        shutil.rmtree(folder)
+    speed |= {name: _spread(of_name) for name, of_name in rates.items()}
+    alone, *hooked = rates.values()
+    return {
+        "over_server_without_hooks": {
+            name: _spread([round(rate / base, 3) for rate, base in zip(of_name, alone, strict=True)])
+            for name, of_name in zip(list(rates)[1:], hooked, strict=True)
+        },
+        "dump_over_transformers_prefill": round(
+            speed["dump to a disk"]["median"] / speed["transformers prefill"]["median"], 3
+        ),
+        "share_of_time_the_server_waited_for_writing": round(waited_s / dump_s, 4),
+    }
+
+
+def _spread(rates: list) -> dict[str, Any]:
+    return {"median": sorted(rates)[len(rates) // 2], "min": min(rates), "max": max(rates)}
+
+
+def _beside(params: Params) -> Params:
+    """A server for the same device and requests: as many at once as the one with hooks takes, and no prefix cache either."""
+    changed = {
+        "port": params.serve.port + 1,
+        "max_running_requests": 256,
+        "extra_args": (*params.serve.extra_args, "--disable-radix-cache"),
+    }
     return params.model_copy(update={"serve": params.serve.model_copy(update=changed)})
 
 
@@ -134,23 +156,17 @@ def _split(shard: ShardPlan) -> list[ShardPlan]:
 
 
 def _with_transformers(args: argparse.Namespace, params: Params, contract: Contract, texts: ShardPlan) -> tuple:
-    """States in the target's type and in float32, and tokens/s; its memory is given back before a server starts."""
-    few = args.tokens // 5
-    shards = list(_random_shards(args, contract, few))
+    """States in the target's type and in float32, and tokens/s of each round; its memory is given back before a server starts."""
+    shards = list(_random_shards(args, contract, args.tokens))
     model = load_model(params.target)
     _plain_forward(model, shards[:1])
-    speed = _rate(few, partial(_plain_forward, model, shards))
+    speed = [_rate(args.tokens, partial(_plain_forward, model, shards)) for _ in range(_ROUNDS)]
     own = _alone(model, contract, texts)
     exact = _alone(model.float(), contract, texts)
     del model
     if args.device == "cuda":
         torch.cuda.empty_cache()
     return own, exact, speed
-
-
-def _has_room(folder: Path, needed: float) -> bool:
-    """Whether the file system of a folder to be made can hold so many bytes."""
-    return folder.parent.is_dir() and shutil.disk_usage(folder.parent).free > needed
 
 
 def _alone(model: torch.nn.Module, contract: Contract, texts: ShardPlan) -> list[tuple[torch.Tensor, torch.Tensor]]:

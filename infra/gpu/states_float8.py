@@ -1,4 +1,4 @@
-"""What half the bytes cost a draft: one trained on states stored as bfloat16, one on float8, same seed, same order."""
+"""What half the bytes cost a draft: drafts trained on states stored as bfloat16 and as float8, same seeds, same order."""
 
 import argparse
 import time
@@ -15,10 +15,13 @@ from tasks.regenerate_responses.regenerate import regenerate
 from tasks.train_draft.acceptance import measure
 from tasks.train_draft.data import DraftData
 from tasks.train_draft.prepare import prepare_training
+from tasks.train_draft.trainer import Trainer
+
+_SEEDS = (0, 1, 2)
 
 
 def measure_float8(args: argparse.Namespace, params: Params, _out: Path) -> dict[str, Any]:
-    """Figures of both."""
+    """Figures of both; how far seeds are apart says what a difference between types is worth."""
     collect_prompts(params.prompts, load_tokenizer())
     answers = regenerate(params)["splits"]
     found: dict[str, Any] = {"answers": {split: counts["answers"] for split, counts in answers.items()}}
@@ -28,31 +31,34 @@ def measure_float8(args: argparse.Namespace, params: Params, _out: Path) -> dict
         settings = params.model_copy(
             update={"dump": params.dump.model_copy(update={"engine": "transformers", "storage_dtype": storage_dtype})}
         )
-        totals = dump(settings)
-        trainer, _ = prepare_training(settings, Path("artifacts") / f"draft-{storage_dtype}")
-        began = time.perf_counter()
-        tokens = sum(step.tokens for step in trainer.steps())
-        figures = {
-            "bytes": sum(split["bytes"] for split in totals.values()),
-            "bytes_per_token": totals["train"]["bytes"] // totals["train"]["tokens"],
-            "training_tokens_per_s": round(tokens / (time.perf_counter() - began)),
-            "predicted_accept_length": [round(p["heldout"]["predicted_accept_length"], 3) for p in trainer.curve],
-            "heldout_loss": [round(p["heldout"]["loss"], 4) for p in trainer.curve],
-            "survival": trainer.best["heldout"]["survival"],
-        }
-        found[storage_dtype] = figures
+        train = dump(settings)["train"]
+        trainers = [_train(settings, seed, Path("artifacts") / f"draft-{storage_dtype}-{seed}") for seed in _SEEDS]
         kept = HIDDEN_STATES.with_name(f"hidden_states_{storage_dtype}")
         HIDDEN_STATES.rename(kept)
-        stored[storage_dtype] = trainer.heldout.states = HiddenStates(kept / "heldout")
-        real = real or trainer.heldout
-        steps = params.train_draft.ttt_length, params.serve.num_steps
-        served = measure(trainer.draft, trainer.head, trainer.vocab_map, real, *steps)
-        figures["last_draft_on_bfloat16_states"] = {
-            "predicted_accept_length": round(served.predicted_accept_length, 3),
-            "loss": round(served.loss, 4),
-            "rounds": served.rounds,
-        }
+        stored[storage_dtype] = HiddenStates(kept / "heldout")
+        found[storage_dtype] = {"bytes_per_token": train["bytes"] // train["tokens"]}
+        for seed, (trainer, tokens_per_s) in zip(_SEEDS, trainers, strict=True):
+            trainer.heldout.states = stored[storage_dtype]
+            real = real or trainer.heldout
+            steps = params.train_draft.ttt_length, params.serve.num_steps
+            served = measure(trainer.draft, trainer.head, trainer.vocab_map, real, *steps)
+            found[f"{storage_dtype}, seed {seed}"] = {
+                "training_tokens_per_s": tokens_per_s,
+                "predicted_accept_length": round(trainer.curve[-1]["heldout"]["predicted_accept_length"], 3),
+                "heldout_loss": round(trainer.curve[-1]["heldout"]["loss"], 4),
+                "predicted_accept_length_on_bfloat16_states": round(served.predicted_accept_length, 3),
+                "rounds": served.rounds,
+            }
     contract = stored["bfloat16"].contract
     pairs = [[states.read(index) for index in range(len(states))] for states in (stored["float8"], stored["bfloat16"])]
     found["float8 / bfloat16"] = compare(*[[(s.aux, s.last) for s in samples] for samples in pairs], contract)
     return found
+
+
+def _train(params: Params, seed: int, folder: Path) -> tuple[Trainer, int]:
+    """A trained draft, and tokens/s with its evaluations."""
+    seeded = params.model_copy(update={"train_draft": params.train_draft.model_copy(update={"seed": seed})})
+    trainer, _ = prepare_training(seeded, folder)
+    began = time.perf_counter()
+    tokens = sum(step.tokens for step in trainer.steps())
+    return trainer, round(tokens / (time.perf_counter() - began))

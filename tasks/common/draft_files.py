@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tasks.common.errors import DraftlineError
+from tasks.common.tensor_types import TYPES, WIDTHS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,30 +29,12 @@ _MAX_DESCRIPTION, _MAX_NAME, _MAX_DIMENSIONS = 2 * 2**20, 200, 8
 _CHUNK = 16 * 2**20
 # What trainers leave beside the weights, and SGLang passes over.
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.bin")
-# safetensors' types: torch's name, and numpy's type of the same width, in which the bits can be looked at.
-_TYPES = {
-    "F64": ("float64", "<u8"),
-    "F32": ("float32", "<u4"),
-    "F16": ("float16", "<u2"),
-    "BF16": ("bfloat16", "<u2"),
-    "F8_E4M3": ("float8_e4m3fn", "<u1"),
-    "F8_E5M2": ("float8_e5m2", "<u1"),
-    "I64": ("int64", "<i8"),
-    "I32": ("int32", "<i4"),
-    "I16": ("int16", "<i2"),
-    "I8": ("int8", "<i1"),
-    "U64": ("uint64", "<u8"),
-    "U32": ("uint32", "<u4"),
-    "U16": ("uint16", "<u2"),
-    "U8": ("uint8", "<u1"),
-    "BOOL": ("bool", "|b1"),
-}
 # What torch.save writes of a dictionary of tensors.
 _OF_TENSORS = re.compile(
     r"collections OrderedDict|torch\._utils _rebuild_(tensor_v2|tensor_v3|parameter)|torch\.storage \w+Storage"
     r"|torch (\w+Storage|b?float\w+|u?int\d+|bool)"
 )
-_OF_TORCH = {f"torch.{name}": dtype for dtype, (name, _) in _TYPES.items()}
+_OF_TORCH = {f"torch.{name}": dtype for dtype, (name, _) in TYPES.items()}
 
 
 class Header(NamedTuple):
@@ -65,7 +48,7 @@ class Header(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        return prod(self.shape) * int(_TYPES[self.dtype][1][-1])
+        return prod(self.shape) * WIDTHS[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -142,7 +125,7 @@ class DraftFiles:
         import numpy as np
 
         path, header = self.files[name], self.headers[name]
-        dtype = np.dtype(_TYPES[header.dtype][1])
+        dtype = np.dtype(TYPES[header.dtype][1])
         if path in self._loaded:
             import torch
 
@@ -165,7 +148,7 @@ class DraftFiles:
         """A whole tensor of integers or bool in its shape, without torch."""
         import numpy as np
 
-        dtype = np.dtype(_TYPES[self.headers[name].dtype][1])
+        dtype = np.dtype(TYPES[self.headers[name].dtype][1])
         chunks = [chunk.copy() for chunk in self.bits(name)]
         return np.concatenate([np.empty(0, dtype), *chunks]).reshape(self.headers[name].shape)
 
@@ -256,7 +239,7 @@ def _place(path: Path, name: str, described: Any) -> tuple[Header, int]:
         understood = False
     if not understood:
         raise DraftlineError(f"{path}: cannot be read: no dtype, shape and offsets for tensor {name[:_MAX_NAME]!r}.")
-    if dtype not in _TYPES:
+    if dtype not in TYPES:
         raise DraftlineError(
             f"{path}: cannot be read: tensor {name} is of type {str(dtype)[:20]!r}, which is not known."
         )

@@ -2,8 +2,11 @@
 
 from typing import Any
 
+from tasks.common.tensor_types import SAFETENSORS
+
 _TWICE_WIDE = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
-SAFETENSORS_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+# What torch_dtype may be, and every weight with it.
+DRAFT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 def num_aux_states(config: dict[str, Any]) -> int:
@@ -84,7 +87,7 @@ def expected_shapes(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 def expected_tensors(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
     """The same with safetensors' types: name -> (type, shape)."""
-    dtype, map_types = SAFETENSORS_TYPES[config["torch_dtype"]], {"d2t": "I64", "t2d": "BOOL"}
+    dtype, map_types = SAFETENSORS[config["torch_dtype"]], {"d2t": "I64", "t2d": "BOOL"}
     return {name: (map_types.get(name, dtype), shape) for name, shape in expected_shapes(config).items()}
 
 

@@ -7,11 +7,8 @@
 The format is described in infra/docs/hidden_states.md.
 """
 
-import fcntl
-import os
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +19,7 @@ import numpy as np
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.files import ARTIFACTS, read_json, replacing, sha256_file, write_json
-from tasks.common.shard import StoredShard, read_sidecar
+from tasks.common.shard import StoredShard, files_of_shards, read_sidecar
 from tasks.common.storage import decode
 
 if TYPE_CHECKING:
@@ -63,6 +60,8 @@ def close_split(
 ) -> None:
     """Write table and manifest: what is not named there is not part of the split, and its files are removed.
 
+    No other process may do so at the same time.
+
     Args:
         engine: name and version of what computed the states.
     """
@@ -81,24 +80,23 @@ def close_split(
             }
         )
     named = {shard["name"] for shard in listed}
-    with _alone(folder):
-        for path in folder.glob("*shard-*"):  # of another plan, or left half by a writer that was killed
-            if path.stem not in named or path.suffix == ".freed":
-                path.unlink(missing_ok=True)
-        _write_table(folder / TABLE, tables)
-        write_json(
-            folder / MANIFEST,
-            {
-                "format_version": FORMAT_VERSION,
-                "contract": contract.model_dump(),
-                "storage_dtype": storage_dtype,
-                "engine": engine,
-                "samples": sum(shard["samples"] for shard in listed),
-                "tokens": sum(shard["tokens"] for shard in listed),
-                "samples_sha256": sha256_file(folder / TABLE),
-                "shards": listed,
-            },
-        )
+    for path in files_of_shards(folder):  # of another plan, or left half by a writer that was killed
+        if path.stem not in named or path.suffix == ".freed":
+            path.unlink(missing_ok=True)
+    _write_table(folder / TABLE, tables)
+    write_json(
+        folder / MANIFEST,
+        {
+            "format_version": FORMAT_VERSION,
+            "contract": contract.model_dump(),
+            "storage_dtype": storage_dtype,
+            "engine": engine,
+            "samples": sum(shard["samples"] for shard in listed),
+            "tokens": sum(shard["tokens"] for shard in listed),
+            "samples_sha256": sha256_file(folder / TABLE),
+            "shards": listed,
+        },
+    )
 
 
 class HiddenStates:
@@ -165,7 +163,7 @@ class HiddenStates:
         """States of sample `index`: views of the file, or float32 where float8 is stored.
 
         Raises:
-            DraftlineError: the shard cannot be parsed or is not there; names both.
+            DraftlineError: the shard is not there, cannot be parsed, or ends before the sample does; names both.
         """
         sample, aux_scale, last_scale = self.read_stored(index)
         aux, last = decode(sample.aux, aux_scale), decode(sample.last, last_scale)
@@ -210,15 +208,23 @@ class HiddenStates:
             try:
                 self._opened[number] = self.open_shard(number)
             except (SafetensorError, OSError, KeyError) as error:
-                raise DraftlineError(
-                    f"{self.folder / self.shards[number]['name']}.safetensors: cannot be read (sample {self._id(index)}): "
-                    f"{error}. Delete the shard and run `dvc repro`: only it is dumped again."
-                ) from None
+                raise self._unreadable(index, f"cannot be read (sample {self._id(index)}): {error}.") from None
             if len(self._opened) > _OPEN_SHARDS:
                 self._opened.popitem(last=False)
         self._opened.move_to_end(number)
-        start = int(self._starts[index])
-        return self._opened[number], start, start + int(self.tokens[index])
+        shard, start = self._opened[number], int(self._starts[index])
+        end = start + int(self.tokens[index])
+        if shard.rows < end:
+            raise self._unreadable(
+                index, f"holds {shard.rows} tokens, and {TABLE} says that sample {self._id(index)} is {start} to {end}."
+            )
+        return shard, start, end
+
+    def _unreadable(self, index: int, problem: str) -> DraftlineError:
+        name = self.shards[int(self._shard_of[index])]["name"]
+        return DraftlineError(
+            f"{self.folder / name}.safetensors: {problem} Delete the shard and run `dvc repro`: only it is dumped again."
+        )
 
 
 def table_of(columns: dict[str, list], shard: int, contract: Contract) -> "pa.Table":
@@ -249,14 +255,3 @@ def _write_table(path: Path, tables: list["pa.Table"]) -> None:
 
     with replacing(path) as partial:
         pq.write_table(pa.concat_tables(tables), partial)
-
-
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Ranks that finish together close the split one after the other."""
-    lock = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(lock)

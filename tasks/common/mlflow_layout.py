@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tasks.common.dvc_files import DvcFiles, lock_md5
 from tasks.common.errors import DraftlineError
+from tasks.common.git import git
 from tasks.common.headline import log_headline
 from tasks.common.params import Params
 from tasks.common.params import Tracking as TrackingParams
@@ -218,10 +219,6 @@ def _flatten(params: Params) -> dict[str, str]:
 
 def _git_tags() -> dict[str, str]:
     """Commit, and whether tracked files differ from it; nothing outside a repository with a commit."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], capture_output=True, text=True, check=True).stdout.strip()
-
     try:
         changed = bool(git("status", "--porcelain", "--untracked-files=no"))
         return {"git.commit": git("rev-parse", "HEAD"), "git.dirty": str(changed).lower()}

@@ -158,10 +158,10 @@ class Gates(Section):
     min_mask_density: Fraction = Field(0.02, description="share of assistant tokens in a sample")
     replay_samples: Annotated[int, Field(ge=0)] = Field(2, description="samples replayed through the target; 0 skips")
     max_replay_error: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="relative L2 error of a replayed state; null: by computed and stored type (gates/replay.py)"
+        None, description="relative L2 error of a replayed state; null: by computed and stored type (common/parity.py)"
     )
-    max_relative_error: Annotated[float, Field(gt=0)] = Field(
-        1e-3, description="relative L2 error of what the server feeds the draft, per aux slot"
+    max_relative_error: Annotated[float, Field(gt=0)] | None = Field(
+        None, description="the same of what the server feeds the draft, per aux slot, against the dump"
     )
     min_predicted_accept_length: Annotated[float, Field(ge=1)] = 1.5
     min_accept_length: Annotated[float, Field(ge=1)] = 1.5

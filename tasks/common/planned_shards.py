@@ -28,7 +28,10 @@ def plan_shards(split: str, params: Params, contract: Contract) -> Iterator[Shar
 
 
 def _made_with(params: Params, contract: Contract) -> list[Any]:
-    """All that states depend on besides tokens."""
+    """What makes them other states, besides tokens.
+
+    Device, batch size and how a target is spread over devices move the last digits alone: a dump may go on elsewhere.
+    """
     engine: list[Any] = [params.dump.engine]
     if params.dump.engine == "sglang":
         engine.append(params.serve.extra_args)

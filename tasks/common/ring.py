@@ -6,13 +6,12 @@ again after it died: the dump computes what is neither there nor freed, the read
 A new epoch begins when these marks are removed (`forget_freed`) and the dump is started again.
 """
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tasks.common.errors import DraftlineError
-from tasks.common.shard import StoredShard, shard_is_done
+from tasks.common.shard import StoredShard, read_mark, shard_is_done
 from tasks.common.shard_layout import ShardPlan
 
 _POLL_S = 0.02
@@ -21,10 +20,7 @@ _PATIENCE_S = 3600
 
 def is_freed(folder: Path, name: str, plan_sha256: str) -> bool:
     """Whether a shard of this very plan was consumed."""
-    try:
-        return json.loads(_freed(folder, name).read_bytes())["plan_sha256"] == plan_sha256
-    except FileNotFoundError:
-        return False
+    return read_mark(_freed(folder, name)).get("plan_sha256") == plan_sha256
 
 
 def was_written(folder: Path, name: str, plan_sha256: str) -> bool:

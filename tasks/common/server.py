@@ -43,6 +43,7 @@ _GRACE_S = 0.5
 _POLL_S = 0.25
 _HEARTBEAT_S = 10.0
 _DYING_S = 5.0
+_PORT_RELEASE_S = 10.0
 _GPU_RELEASE_S = 15.0
 _GPU_TOLERANCE_MIB = 256
 
@@ -83,6 +84,10 @@ class Server(SGLangClient):
         """
         for sentence in reap_stale_servers(self._folder):
             _say(sentence)
+        deadline = time.monotonic() + _PORT_RELEASE_S
+        # Of a server that was just killed the kernel closes the socket a little later, when nobody owns it any more.
+        while not port_is_free(self.plan.port) and port_owner(self.plan.port) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
         if not port_is_free(self.plan.port):
             owner = describe_process(port_owner(self.plan.port))
             raise DraftlineError(

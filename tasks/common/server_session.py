@@ -118,7 +118,12 @@ def reap_stale_servers(folder: Path = LOGS) -> list[str]:
     """
     reaped = []
     for path in sorted(folder.glob(f"server-*@{glob.escape(socket.gethostname())}.json")):
-        record = ServerRecord.read(path)
+        try:
+            record = ServerRecord.read(path)
+        except DraftlineError:
+            if path.exists():
+                raise
+            continue  # another rank was faster
         if record.boot_id != boot_id() or record.owner.is_alive:  # another boot may be another host of the same name
             continue
         # While one recorded process lives in the session, the kernel gives its id to nobody else: all of it is ours.

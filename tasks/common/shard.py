@@ -12,6 +12,8 @@ the new shard comes, and the new one comes last, so a killed writer leaves nothi
 
 import json
 import os
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +30,11 @@ if TYPE_CHECKING:
 
 # A sample's checksum runs over these in this order.
 _HASHED = ("input_ids", "loss_mask", "aux", "aux_scale", "last", "last_scale")
+_OWN_NAME = re.compile(r"shard-\d{5,}\.(safetensors|json|freed)|\.shard-\d{5,}\.(safetensors|json)\.partial")
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _TokenStatistics:
     """Statistics of each token of a shard, as `StoredRows` has them."""
 
     norms: np.ndarray
@@ -51,7 +54,7 @@ class ShardWriter:
         self._layout = Layout(plan.tokens, len(plan.ids), num_aux, hidden_size, storage_dtype)
         self._path = folder / f"{plan.name}.safetensors"
         self._sidecar_path = self._path.with_suffix(".json")
-        self._measured = _Measured(
+        self._statistics = _TokenStatistics(
             np.zeros((plan.tokens, num_aux + 1), np.float32),
             np.zeros(plan.tokens, np.float32),
             np.zeros(plan.tokens, np.int32),
@@ -88,9 +91,9 @@ class ShardWriter:
             data = _bytes_of(tensor)
             self._put(self._layout.starts[name] + start * (data.size // max(len(rows), 1)), data)
         end = start + len(rows)
-        self._measured.norms[start:end] = rows.norms.numpy()
-        self._measured.max_abs[start:end] = rows.max_abs.numpy()
-        self._measured.nonfinite[start:end] = rows.nonfinite.numpy()
+        self._statistics.norms[start:end] = rows.norms.numpy()
+        self._statistics.max_abs[start:end] = rows.max_abs.numpy()
+        self._statistics.nonfinite[start:end] = rows.nonfinite.numpy()
         self._written[start:end] = True
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -131,7 +134,7 @@ class ShardWriter:
     def _sidecar(self) -> dict[str, Any]:
         shard = StoredShard(self._partial)
         checksums = shard.sample_checksums(self.plan.offsets)
-        statistics = _per_sample(self.plan.offsets, self._measured, self.plan.loss_mask)
+        statistics = _per_sample(self.plan.offsets, self._statistics, self.plan.loss_mask)
         return {
             "plan_sha256": self.plan.sha256,
             "bytes": self._layout.size,
@@ -150,13 +153,14 @@ class StoredShard:
     def __init__(self, path: Path):
         """
         Raises:
-            SafetensorError, OSError: it cannot be parsed or is not there.
+            SafetensorError, OSError, KeyError: it cannot be parsed, is not there, or lacks a tensor.
         """
         from safetensors import safe_open
 
         with safe_open(path, framework="pt") as file:
             self._tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         self.path = path
+        self.sample_offsets: torch.Tensor = self._tensors["sample_offsets"]
         self.input_ids: torch.Tensor = self._tensors["input_ids"]
         self.loss_mask: torch.Tensor = self._tensors["loss_mask"]
         self.aux: torch.Tensor = self._tensors["aux"]
@@ -196,16 +200,18 @@ class StoredShard:
         with open(self.path, "rb") as file:
             length = file.read(8)
             digest = xxhash.xxh3_128(length + file.read(int.from_bytes(length, "little")))
-        digest.update(_bytes_of(self._tensors["sample_offsets"]))
+        digest.update(_bytes_of(self.sample_offsets))
         digest.update("".join(sample_checksums).encode())
         return digest.hexdigest()
 
-    def statistics(self, offsets: np.ndarray) -> dict[str, np.ndarray]:
-        """What the sidecar says of each sample, measured again."""
-        rows = int(offsets[-1])
+    def stored_rows(self, rows: int) -> StoredRows:
+        """Its first rows, with the statistics of what is there now."""
         states = (self.aux, self.last, self.aux_scale, self.last_scale)
-        measured = StoredRows.measured(*(None if tensor is None else tensor[:rows] for tensor in states))
-        return _per_sample(offsets, measured, self.loss_mask.numpy()[:rows])
+        return StoredRows.read(*(None if tensor is None else tensor[:rows] for tensor in states))
+
+    def statistics(self, offsets: np.ndarray, rows: StoredRows) -> dict[str, np.ndarray]:
+        """What the sidecar says of each sample, from the rows of them all."""
+        return _per_sample(offsets, rows, self.loss_mask.numpy()[: len(rows)])
 
 
 def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
@@ -213,17 +219,31 @@ def read_sidecar(folder: Path, name: str) -> dict[str, Any]:
     return read_json(folder / f"{name}.json")
 
 
+def read_mark(path: Path) -> dict[str, Any]:
+    """A sidecar that may not be there, or be cut off or spoilt: empty then, as if nothing had been written."""
+    try:
+        mark = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return mark if isinstance(mark, dict) else {}
+
+
+def files_of_shards(folder: Path) -> Iterator[Path]:
+    """What shards and their writers leave in a folder; files of other names are somebody else's."""
+    return (path for path in folder.glob("*shard-*") if _OWN_NAME.fullmatch(path.name))
+
+
 def shard_is_done(folder: Path, name: str, plan_sha256: str) -> bool:
     """Whether the shard was written whole under this very plan; a reader may free it meanwhile. Its bytes are the gate's."""
     try:
         size = (folder / f"{name}.safetensors").stat().st_size
-        sidecar = json.loads((folder / f"{name}.json").read_bytes())
-    except (FileNotFoundError, ValueError):
+    except FileNotFoundError:
         return False
-    return (sidecar["plan_sha256"], sidecar.get("bytes")) == (plan_sha256, size)
+    sidecar = read_mark(folder / f"{name}.json")
+    return (sidecar.get("plan_sha256"), sidecar.get("bytes")) == (plan_sha256, size)
 
 
-def _per_sample(offsets: np.ndarray, rows: "StoredRows | _Measured", mask: np.ndarray) -> dict[str, np.ndarray]:
+def _per_sample(offsets: np.ndarray, rows: "StoredRows | _TokenStatistics", mask: np.ndarray) -> dict[str, np.ndarray]:
     """Columns of one value a sample; NaN or infinite where the states are.
 
     Args:

@@ -7,9 +7,7 @@ from math import prod
 
 import numpy as np
 
-# Names of types in a safetensors header, by `storage_dtype`, and bytes of a value.
-SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float8": "F8_E4M3"}
-WIDTHS = {"I64": 8, "I32": 4, "F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "U8": 1}
+from tasks.common.tensor_types import SAFETENSORS, WIDTHS
 
 
 @dataclass(frozen=True)

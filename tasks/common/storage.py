@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
-from tasks.common.shard_layout import SAFETENSORS, WIDTHS
+from tasks.common.tensor_types import SAFETENSORS, WIDTHS
 
 if TYPE_CHECKING:
     import torch
 
 _FLOAT8_MAX = 448.0
 _CACHED_VALUES = 2**18
-_GPU_ROWS = 1024
+_GPU_VALUES = 2**26
 
 
 def bytes_per_token(num_aux: int, hidden_size: int, storage_dtype: str) -> int:
@@ -39,55 +39,71 @@ def decode(values: "torch.Tensor", scale: "torch.Tensor | None") -> "torch.Tenso
 
 @dataclass(frozen=True)
 class StoredRows:
-    """States of n consecutive tokens as they are stored, and their statistics, on any device.
+    """States of n consecutive tokens as they are stored, and the statistics of their values, on any device.
 
     Attributes:
         aux: [n, n_aux, H] in the storage type.
         last: [n, H] in the storage type.
         aux_scale: float32 [n, n_aux], last_scale: float32 [n]; None but for float8.
-        norms: float32 [n, n_aux + 1], L2 norm of each aux state and of the last, as stored.
-        max_abs: float32 [n].
-        nonfinite: int32 [n], NaN or Inf values.
+        norm_and_max: float32 [n, 2, n_aux + 1], L2 norm and largest absolute value of each aux state and of the last, as stored.
     """
 
     aux: "torch.Tensor"
     last: "torch.Tensor"
     aux_scale: "torch.Tensor | None"
     last_scale: "torch.Tensor | None"
-    norms: "torch.Tensor"
-    max_abs: "torch.Tensor"
-    nonfinite: "torch.Tensor"
+    norm_and_max: "torch.Tensor"
 
     @classmethod
     def of(cls, aux: "torch.Tensor", last: "torch.Tensor", storage_dtype: str) -> "StoredRows":
         """Encode aux [n, n_aux, H] and last [n, H]; on a GPU nothing waits for the device."""
         aux, aux_scale = _encode(aux, storage_dtype)
         last, last_scale = _encode(last, storage_dtype)
-        return cls.measured(aux, last, aux_scale, last_scale)
+        return cls.read(aux, last, aux_scale, last_scale)
 
     @classmethod
-    def measured(
+    def read(
         cls,
         aux: "torch.Tensor",
         last: "torch.Tensor",
         aux_scale: "torch.Tensor | None",
         last_scale: "torch.Tensor | None",
     ) -> "StoredRows":
-        """Stored values with their statistics taken."""
+        """Rows as they are stored already, with their statistics."""
         import torch
 
-        pieces = [
-            [
-                _statistics(decode(aux[piece], _cut(aux_scale, piece))),
-                _statistics(decode(last[piece], _cut(last_scale, piece))[:, None]),
-            ]
-            for piece in _pieces(aux, last)
-        ]
-        norms, largest, nonfinite = zip(
-            *((torch.cat([a[0], b[0]], dim=1), torch.maximum(a[1], b[1]), a[2] + b[2]) for a, b in pieces),
-            strict=True,
-        )
-        return cls(aux, last, aux_scale, last_scale, torch.cat(norms), torch.cat(largest), torch.cat(nonfinite))
+        num_aux = aux.shape[1]
+        norm_and_max = torch.empty((len(last), 2, num_aux + 1), dtype=torch.float32, device=last.device)
+        fill = _by_kernels if last.is_cuda else _by_copy
+        for piece in _pieces(aux, last):
+            fill(norm_and_max[piece, :, :num_aux], decode(aux[piece], _cut(aux_scale, piece)))
+            fill(norm_and_max[piece, :, num_aux:], decode(last[piece], _cut(last_scale, piece))[:, None])
+        return cls(aux, last, aux_scale, last_scale, norm_and_max)
+
+    @property
+    def norms(self) -> "torch.Tensor":
+        """float32 [n, n_aux + 1]; one beyond float32 is the largest float32: infinite are norms of states that are."""
+        import torch
+
+        norms, largest = self.norm_and_max.unbind(1)
+        return torch.where(largest.isfinite(), norms.clamp_max(torch.finfo(torch.float32).max), norms)
+
+    @property
+    def max_abs(self) -> "torch.Tensor":
+        """float32 [n]."""
+        return self.norm_and_max[:, 1].amax(-1)
+
+    @property
+    def nonfinite(self) -> "torch.Tensor":
+        """int32 [n], NaN or Inf values; states are looked at again only where the largest value is one."""
+        import torch
+
+        count = torch.zeros(len(self), dtype=torch.int32, device=self.last.device)
+        odd = (~self.max_abs.isfinite()).nonzero().squeeze(1)
+        for states, scale in ((self.aux, self.aux_scale), (self.last, self.last_scale)):
+            decoded = decode(states[odd], None if scale is None else scale[odd])
+            count[odd] += (~decoded.float().isfinite()).flatten(1).sum(-1, dtype=torch.int32)
+        return count
 
     def __len__(self) -> int:
         return len(self.last)
@@ -116,7 +132,7 @@ def _pieces(*states: "torch.Tensor") -> Iterator[slice]:
     """Rows that are taken at once: on a GPU so many that their float32 copies stay small beside the states; on a CPU so
     few that what is computed from a piece finds it in the cache, which is five times faster."""
     width = max(1, sum(tensor.shape[1:].numel() for tensor in states))
-    rows = _GPU_ROWS if states[0].is_cuda else max(1, _CACHED_VALUES // width)
+    rows = max(1, (_GPU_VALUES if states[0].is_cuda else _CACHED_VALUES) // width)
     return (slice(start, start + rows) for start in range(0, max(1, len(states[0])), rows))
 
 
@@ -132,20 +148,20 @@ def _encode(states: "torch.Tensor", storage_dtype: str) -> tuple["torch.Tensor",
     return torch.cat(values), scale
 
 
-def _statistics(states: "torch.Tensor") -> tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]:
-    """Of states [n, slots, H]: norms [n, slots], largest absolute value [n], count of values that are not finite [n].
-
-    A norm beyond float32 is the largest float32: null in the table is for states that are not finite.
+def _by_kernels(norm_and_max: "torch.Tensor", states: "torch.Tensor") -> None:
+    """Fill float32 [n, 2, slots] from states [n, slots, H], NaN and Inf included; each half is one kernel, which makes no
+    copy in float32 and does not wait for the device.
     """
     import torch
 
-    if states.is_cuda:  # each in one kernel, without a copy in float32, and nothing waits for the device
-        norms, each = (torch.linalg.vector_norm(states, o, -1, dtype=torch.float32) for o in (2, torch.inf))
-    else:
-        states = states.float()
-        norms, each = torch.linalg.vector_norm(states, dim=-1), states.abs().amax(-1)
-    norms = torch.where(each.isfinite(), norms.clamp_max(torch.finfo(torch.float32).max), norms)
-    largest = each.amax(-1)
-    if not states.is_cuda and bool(largest.isfinite().all()):
-        return norms, largest, torch.zeros(len(states), dtype=torch.int32)
-    return norms, largest, (~states.isfinite()).flatten(1).sum(-1, dtype=torch.int32)
+    for row, order in enumerate((2, torch.inf)):
+        torch.linalg.vector_norm(states, order, -1, dtype=torch.float32, out=norm_and_max[:, row])
+
+
+def _by_copy(norm_and_max: "torch.Tensor", states: "torch.Tensor") -> None:
+    """The same by way of a copy in float32, of any stored type: on a CPU, where it stays in the cache, the faster one."""
+    import torch
+
+    states = states.float()
+    norm_and_max[:, 0] = torch.linalg.vector_norm(states, dim=-1)
+    norm_and_max[:, 1] = states.abs().amax(-1)

@@ -8,10 +8,26 @@ from typing import TYPE_CHECKING
 from safetensors import safe_open
 
 from tasks.common.errors import DraftlineError
+from tasks.common.files import read_json
 from tasks.common.target import TARGET
 
 if TYPE_CHECKING:
     import torch
+
+# Families whose RMSNorm multiplies by 1 + weight.
+_STORED_MINUS_ONE = frozenset(
+    {
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "minimax_m3_vl",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "qwen3_next",
+        "step3p7",
+        "vaultgemma",
+    }
+)
 
 
 class TargetWeights:
@@ -90,5 +106,11 @@ class TargetWeights:
         return self.read("lm_head.weight") if self.find("lm_head.weight") else self.embed_tokens()
 
     def final_norm(self) -> "torch.Tensor":
-        """Weight of the RMSNorm before the head, [H]."""
-        return self.read("model.norm.weight")
+        """What the RMSNorm before the head multiplies by, [H]."""
+        return self.norm("model.norm.weight")
+
+    def norm(self, suffix: str) -> "torch.Tensor":
+        """What an RMSNorm multiplies by, [H]; some families store it less one."""
+        weight = self.read(suffix)
+        family = str(read_json(self.folder / "config.json").get("model_type")).removesuffix("_text")
+        return weight + 1 if family in _STORED_MINUS_ONE else weight

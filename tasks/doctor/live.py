@@ -22,7 +22,7 @@ from tasks.common.live_checks.run import Expected, LiveReport, Material, check_s
 from tasks.common.live_checks.slots import Reference, named_states
 from tasks.common.live_checks.unrecorded import SHIFTS
 from tasks.common.memory import available_memory
-from tasks.common.parity import layer_outputs
+from tasks.common.parity import error_limit, layer_outputs
 from tasks.common.sglang_client import SGLangClient
 from tasks.common.target import load_causal_lm, load_tokenizer, render_prompt
 from tasks.common.target_weights import TargetWeights
@@ -62,6 +62,7 @@ def examine_server(server: Server, subject: Subject) -> LiveReport:
     """
     dtype = served_dtype(server.info.get("dtype"), subject)
     dtype = dtype if dtype in _MAX_RELATIVE_ERROR else "bfloat16"
+    stored = server.states.storage_dtype if server.states else "float32"
     weights, no_weights = _weights(server.target)
     tokenizer = _tokenizer(server.target)
     material = Material(
@@ -74,7 +75,7 @@ def examine_server(server: Server, subject: Subject) -> LiveReport:
         served=_planned(server, subject, weights),
         planned=server.plan is not None,
         nonce=server.plan.value("--weight-version") if server.plan else None,
-        max_relative_error=_MAX_RELATIVE_ERROR[dtype],
+        max_relative_error=max(_MAX_RELATIVE_ERROR[dtype], error_limit(dtype, stored)),
         gated=False,
         exact=dtype == "float32",
     )

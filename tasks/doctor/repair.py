@@ -16,9 +16,10 @@ from tasks.common.draft_checks.subject import Subject
 from tasks.common.draft_checks.vocabulary import is_map
 from tasks.common.draft_files import CONFIG, read_object
 from tasks.common.draft_form import ARCHITECTURE, ROPE_KEYS, rope_of, spell_rope
-from tasks.common.draft_tensors import SAFETENSORS_TYPES, holds_absolute_ids, vocab_map_problems
+from tasks.common.draft_tensors import DRAFT_DTYPES, holds_absolute_ids, vocab_map_problems
 from tasks.common.errors import DraftlineError
 from tasks.common.files import replacing, write_json
+from tasks.common.tensor_types import SAFETENSORS
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +119,7 @@ def _repair_config(changed: Repair, subject: Subject) -> None:
 def _name_dtype(changed: Repair, subject: Subject) -> None:
     """The type of the weights where all have one and the config names none."""
     found = {subject.draft.header(name).dtype for name in subject.draft.stored if name not in ("d2t", "t2d")}
-    names = [name for name, dtype in SAFETENSORS_TYPES.items() if found == {dtype}]
+    names = [dtype for dtype in DRAFT_DTYPES if found == {SAFETENSORS[dtype]}]
     if names and not (changed.config.get("torch_dtype") or changed.config.get("dtype")):
         changed.set("torch_dtype", names[0])
 

@@ -6,7 +6,8 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from tasks.common.contract import Contract
-from tasks.common.params import Params
+from tasks.common.errors import DraftlineError
+from tasks.common.params import PARAMS, Params
 from tasks.common.server_plan import spanned_gpus
 from tasks.common.shard import ShardWriter
 from tasks.common.shard_layout import ShardPlan
@@ -17,14 +18,35 @@ from tasks.common.target import load_model
 Compute = Callable[[Path, Iterable[ShardPlan | None]], Iterator[ShardPlan]]
 
 
-def open_engine(params: Params, contract: Contract) -> AbstractContextManager[Compute]:
-    """`with open_engine(...) as compute: for shard in compute(folder, shards)`, for `params.dump.engine`."""
+def open_engine(
+    params: Params, contract: Contract, longest: tuple[int, str] = (0, "")
+) -> AbstractContextManager[Compute]:
+    """`with open_engine(...) as compute: for shard in compute(folder, shards)`, for `params.dump.engine`.
+
+    Args:
+        longest: tokens and name of the longest sample that is to come: a server that cannot take it says so now.
+    """
     params = on_this_gpu(params)
     if params.dump.engine == "transformers":
         return _transformers(params, contract)
     from tasks.dump_hidden_states.sglang_engine import sglang_engine
 
-    return sglang_engine(params, contract)
+    return sglang_engine(params, contract, longest)
+
+
+def require_devices_of_its_own(params: Params) -> None:
+    """Ranks of one host do not load the target onto the same devices.
+
+    Raises:
+        DraftlineError: target.device_map takes all devices that are visible, and another rank of this host would too.
+    """
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if params.dump.engine == "transformers" and params.target.device_map and ranks > 1:
+        raise DraftlineError(
+            f"{PARAMS}: target.device_map is {params.target.device_map}, which spreads the target over all GPUs of a host, and each "
+            f"of the {ranks} ranks here would do that. Start one rank a host (torchrun --nproc-per-node 1), or set target.device_map: "
+            f"null and target.device: cuda, which gives each rank a GPU of its own."
+        )
 
 
 def on_this_gpu(params: Params) -> Params:

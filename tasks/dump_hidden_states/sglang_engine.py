@@ -12,13 +12,13 @@ from pathlib import Path
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json
-from tasks.common.params import PARAMS, Params
+from tasks.common.params import Params
 from tasks.common.ring import was_written
 from tasks.common.server import Server
-from tasks.common.server_session import LOGS, reap_stale_servers
+from tasks.common.server_session import LOGS
 from tasks.common.shard_layout import ShardPlan
 from tasks.dump_hidden_states.spool import ERROR, FIGURES, Destination
-from tasks.dump_hidden_states.states_plan import require_hooks, states_plan
+from tasks.dump_hidden_states.states_plan import require_fits, require_hooks, states_plan
 
 # Enough that the next pass always has its tokens waiting.
 _SHARDS_IN_FLIGHT = 8
@@ -28,20 +28,22 @@ _POLL_S = 0.005
 
 
 @contextmanager
-def sglang_engine(params: Params, contract: Contract) -> Iterator:
+def sglang_engine(params: Params, contract: Contract, longest: tuple[int, str]) -> Iterator:
     """Yield `compute(folder, shards)`, as engines.py defines it, over a server that lives as long as the block.
 
     Raises:
-        DraftlineError: the server cannot be started with hooks, does not run with them, or they write nothing.
+        DraftlineError: the server cannot be started with hooks, does not run with them, or they write nothing. Or it cannot
+            take the longest sample.
     """
     spool = (LOGS / f"states-{params.serve.port}@{socket.gethostname()}").absolute()
-    reap_stale_servers()  # one that a dead run left may still write from the spool
     shutil.rmtree(spool, ignore_errors=True)
     spool.mkdir(parents=True)
     try:
         with Server(states_plan(params, contract, spool)) as server:
-            require_hooks(server.server_info(), expected=len(contract.aux_layer_ids) + 1)
-            hooked = HookedServer(server, spool, params.serve.context_length)
+            info = server.server_info()
+            require_hooks(info, expected=len(contract.aux_layer_ids) + 1)
+            require_fits(info, *longest)
+            hooked = HookedServer(server, spool)
             hooked.prove_hooks()
             yield hooked
     finally:
@@ -51,15 +53,15 @@ def sglang_engine(params: Params, contract: Contract) -> Iterator:
 class HookedServer:
     """A server whose hooks write the shards that it is sent: `compute(folder, shards)` of engines.py."""
 
-    def __init__(self, server: Server, spool: Path, context_length: int):
-        self.server, self._spool, self._context_length = server, spool, context_length
+    def __init__(self, server: Server, spool: Path):
+        self.server, self._spool = server, spool
 
     def __call__(self, folder: Path, shards: Iterable[ShardPlan | None]) -> Iterator[ShardPlan]:
         """Keep some shards in flight; yield each, in order, once it is on the disk."""
         pool = ThreadPoolExecutor(_SHARDS_IN_FLIGHT)
         flying: deque[Future[ShardPlan]] = deque()
         try:
-            for shard in _fitting(shards, self._context_length):
+            for shard in shards:
                 if shard is not None:
                     flying.append(pool.submit(self._dump, Destination(shard, folder)))
                 yield from _landed(flying, most=_SHARDS_IN_FLIGHT - 1)
@@ -93,14 +95,14 @@ class HookedServer:
     def _dump(self, destination: Destination, timeout_s: float = _WRITE_TIMEOUT_S) -> ShardPlan:
         plan = destination.plan
         spooled = destination.put(self._spool)
-        self.server.prefill([plan.sequence(index) for index in range(len(plan.ids))], destination.request_ids())
+        try:
+            self.server.prefill([plan.sequence(index) for index in range(len(plan.ids))], destination.request_ids())
+        except DraftlineError:
+            self._require_no_error(destination)  # of which the server may have died
+            raise
         deadline = time.monotonic() + timeout_s
         while not was_written(destination.folder, plan.name, plan.sha256):
-            error = self._spool / ERROR
-            if error.exists():
-                raise DraftlineError(
-                    f"{destination.folder / plan.name}: the server's hooks failed: {error.read_text()}"
-                )
+            self._require_no_error(destination)
             self.server.require_alive()
             if time.monotonic() > deadline:
                 raise DraftlineError(
@@ -111,6 +113,13 @@ class HookedServer:
         spooled.unlink()
         return plan
 
+    def _require_no_error(self, destination: Destination) -> None:
+        error = self._spool / ERROR
+        if error.exists():
+            raise DraftlineError(
+                f"{destination.folder / destination.plan.name}: the server's hooks failed: {error.read_text()}"
+            ) from None
+
 
 def _landed(flying: deque[Future[ShardPlan]], most: int) -> Iterator[ShardPlan]:
     """Shards that are through, in order; waits while more than `most` are not. Raises what any of them raised."""
@@ -119,18 +128,3 @@ def _landed(flying: deque[Future[ShardPlan]], most: int) -> Iterator[ShardPlan]:
             future.result()
     while flying and (flying[0].done() or len(flying) > most):
         yield flying.popleft().result()
-
-
-def _fitting(shards: Iterable[ShardPlan | None], context_length: int) -> Iterator[ShardPlan | None]:
-    for shard in shards:
-        if shard is None:
-            yield None
-            continue
-        longest = max(range(len(shard.ids)), key=lambda index: shard.offsets[index + 1] - shard.offsets[index])
-        tokens = int(shard.offsets[longest + 1] - shard.offsets[longest])
-        if tokens >= context_length:
-            raise DraftlineError(
-                f"{PARAMS}: sample {shard.ids[longest]} has {tokens} tokens; a server of serve.context_length {context_length} takes "
-                f"{context_length - 1} and answers one. Raise serve.context_length."
-            )
-        yield shard

@@ -1,13 +1,14 @@
 """The server that states are dumped from: the target as it will be served, with hooks on what the contract names."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
-from tasks.common.params import Params
+from tasks.common.params import PARAMS, Params
 from tasks.common.server_plan import ServerPlan, baseline_plan, flag, refuse_flags
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -24,6 +25,18 @@ _REFUSED = {
     "--pipeline-parallel-size": "no rank sees all layers",
     "--enable-mixed-chunk": "rows of decoding requests stand between those of prefill",
     "--enable-two-batch-overlap": "two halves of a batch run through the hooks at once",
+    "--enable-single-batch-overlap": "parts of a layer run beside each other",
+    "--enable-pdmux": "prefill is split by layers",
+    "--disaggregation-mode": "prefill and decode run in servers of their own",
+    "--nnodes": "hooks and dump share the files of one host; run a rank on each host instead",
+    "--attn-cp-size": "the rows of a request are spread over ranks",
+    "--attention-context-parallel-size": "the rows of a request are spread over ranks",
+    "--moe-dp-size": "the rows of a request are spread over ranks",
+    "--moe-data-parallel-size": "the rows of a request are spread over ranks",
+    "--allow-auto-truncate": "a sample that is too long would lose its end",
+    "--config": "what that file sets cannot be checked",
+    "--forward-hooks": "the hooks are the dump's own",
+    "--cuda-graph-backend-prefill": "hooks do not run where a graph is replayed",
 }
 
 
@@ -37,6 +50,10 @@ def states_plan(params: Params, contract: Contract, spool: Path) -> ServerPlan:
         DraftlineError: `serve.extra_args` holds what hooks cannot work with; says why.
     """
     refuse_flags(params, {name: f"with which states cannot be dumped: {reason}." for name, reason in _REFUSED.items()})
+    if re.search(r"--load-f\S*[= ]dummy\b", " ".join(params.serve.extra_args)):
+        raise DraftlineError(
+            f"{PARAMS}: serve.extra_args holds --load-format dummy: states of random weights are nobody's."
+        )
     serve = params.serve.model_copy(update={"max_running_requests": _RUNNING_REQUESTS})
     plan = baseline_plan(params.model_copy(update={"serve": serve}))
     hooked = (
@@ -64,6 +81,23 @@ def require_hooks(info: dict[str, Any], expected: int) -> None:
     wrong = [f"{name} is {found[name]}, planned {value}" for name, value in wanted.items() if found[name] != value]
     if wrong:
         raise DraftlineError(f"/server_info of the states server disagrees with its plan: {'; '.join(wrong)}.")
+
+
+def require_fits(info: dict[str, Any], tokens: int, sample: str) -> None:
+    """The running server takes a sample of so many tokens: fewer than its context and cache have, by how much is its own.
+
+    Args:
+        info: /server_info.
+
+    Raises:
+        DraftlineError: it does not; names the sample.
+    """
+    if tokens >= info["max_req_input_len"]:
+        raise DraftlineError(
+            f"{PARAMS}: sample {sample} has {tokens} tokens; a server of serve.context_length {info['context_length']} with "
+            f"{info['max_total_num_tokens']} tokens of cache takes {info['max_req_input_len'] - 1}. Raise serve.context_length, "
+            f"serve.max_total_tokens or serve.mem_fraction_static, whichever is short."
+        )
 
 
 def _hooks(params: Params, contract: Contract, spool: Path) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from tasks.common.errors import DraftlineError
 from tasks.common.tracking import Tracker
-from tasks.gates.report import Histogram, Report, write_report
+from tasks.gates.report import Comparison, Histogram, Report, write_report
 from tasks.gates.suite import Finding, Judgement, Table, judge
 
 
@@ -15,11 +15,13 @@ class Gate:
 
     Attributes:
         figures: headline counts, label to value.
+        comparison: with an earlier run, for gates that know one.
     """
 
     tables: list[Table]
     figures: dict[str, int | float | str] = field(default_factory=dict)
     histograms: list[Histogram] = field(default_factory=list)
+    comparison: Comparison | None = None
 
 
 def run_gate(name: str, lead: str, build: Callable[[], Gate], tracker: Tracker) -> None:
@@ -37,8 +39,9 @@ def run_gate(name: str, lead: str, build: Callable[[], Gate], tracker: Tracker) 
         gate = build()
     except DraftlineError as error:
         gate, unreadable = Gate([]), str(error)
-    judgements = judge(gate.tables)
-    report = Report(name, lead, unreadable, gate.figures, gate.histograms, judgements)
+    compared = gate.comparison.table if gate.comparison else None
+    judgements = judge([*gate.tables, *([compared] if compared else [])])
+    report = Report(name, lead, unreadable, gate.figures, gate.histograms, judgements, gate.comparison)
     page = write_report(report)
     tracker.log_metrics({"expectations": len(report.findings), "expectations_failed": len(report.failed)})
     tracker.log_artifact(page)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import great_expectations.expectations as gxe
-import numpy as np
 import pandas as pd
 
 from tasks.common.contract import Contract
@@ -13,6 +12,7 @@ from tasks.common.responses import SPLITS
 from tasks.common.target import model_folder, target_contract
 from tasks.common.target_weights import TargetWeights
 from tasks.gates.gate import Gate
+from tasks.gates.norms import NormRecord, compare, norm_label, sample_limits
 from tasks.gates.replay import replay, replay_limit
 from tasks.gates.report import Histogram
 from tasks.gates.stored_states import StoredStates, read_stored_states
@@ -40,7 +40,12 @@ def build(params: Params) -> Gate:
     tables = stored_tables(stored, contract, params)
     if params.gates.replay_samples:
         tables.append(replay_table(replay(params, contract, stored.splits, stored.states), params))
-    return Gate(tables, _figures(stored), list(_histograms(stored.states, contract)))
+    return Gate(
+        tables,
+        _figures(stored),
+        list(_histograms(stored.states, contract)),
+        compare(NormRecord.of(contract, params.dump.storage_dtype, stored.norms)),
+    )
 
 
 def stored_tables(stored: StoredStates, contract: Contract, params: Params) -> list[Table]:
@@ -53,7 +58,7 @@ def stored_tables(stored: StoredStates, contract: Contract, params: Params) -> l
             contract_suite(),
             shown=("id", *SPLITS, "expected"),
         ),
-        *shard_tables(stored, state_suite(params, contract, norm_limits(stored.states), whole=True)),
+        *shard_tables(stored, state_suite(params, contract, sample_limits(stored.states), whole=True)),
     ]
 
 
@@ -149,7 +154,7 @@ def state_suite(
     """What must hold of the states of each sample.
 
     Args:
-        norms: for each norm column the range outside which a sample differs from all others, from `norm_limits`.
+        norms: for each norm column the range outside which a sample differs from all others, from `sample_limits`.
         whole: whether the samples are a whole split or more, of which a share may be exempt from a rule.
     """
     return [
@@ -261,7 +266,7 @@ def state_suite(
                 max_value=high,
                 strict_min=low == 0,
                 severity="critical",
-                description=f"The norm of {_label(column, contract)} is like that of the other samples",
+                description=f"The norm of {norm_label(column, contract)} is like that of the other samples",
                 meta=because("H2", "Rows of zeros, garbage or another layer stand out by their size.", _DUMP_SHARD),
             )
             for column, (low, high) in norms.items()
@@ -301,34 +306,6 @@ def replay_suite(limit: float) -> list[gxe.Expectation]:
     ]
 
 
-def norm_limits(states: pd.DataFrame) -> dict[str, tuple[float, float]]:
-    """For each norm column a range from the run itself: 20 robust deviations of the logarithm, at least a factor of 30.
-
-    A sample's mean norm depends on its length (the first token's is often a thousand times the others'), so the
-    range is generous: it is there for zeros and garbage.
-    """
-    limits = {}
-    for column in [name for name in states.columns if name.startswith("norm_slot_") or name == "last_norm"]:
-        norms = states[column].dropna().to_numpy(dtype=float)
-        logs = np.log(norms[norms > 0])
-        if len(logs):
-            median = np.median(logs)
-            reach = max(20 * 1.4826 * np.median(np.abs(logs - median)), np.log(30))
-            limits[column] = (float(f"{np.exp(median - reach):.3g}"), float(f"{np.exp(median + reach):.3g}"))
-        else:
-            limits[column] = (0.0, float("inf"))
-    return limits
-
-
-def _label(column: str, contract: Contract) -> str:
-    if column == "last_norm":
-        return "the last state"
-    slot = int(column.removeprefix("norm_slot_"))
-    return (
-        f"slot {slot} (layer {contract.aux_layer_ids[slot]})" if slot < len(contract.aux_layer_ids) else f"slot {slot}"
-    )
-
-
 def _contracts(stored: StoredStates, contract: Contract, params: Params) -> pd.DataFrame:
     found = {
         split: {**dump.contract.model_dump(), "storage_dtype": dump.storage_dtype}
@@ -355,6 +332,6 @@ def _figures(stored: StoredStates) -> dict[str, Any]:
 def _histograms(states: pd.DataFrame, contract: Contract) -> Iterator[Histogram]:
     yield Histogram("Tokens a sample", states["tokens"].tolist(), "tokens")
     yield Histogram("Assistant tokens a sample", states["mask_density"].tolist(), "share")
-    for column in norm_limits(states):
-        label = _label(column, contract)
+    for column in sample_limits(states):
+        label = norm_label(column, contract)
         yield Histogram(f"Norm of {label}", states[column].tolist(), "mean L2 over tokens", log=True)

@@ -11,24 +11,16 @@ import torch
 from tasks.common.contract import Contract
 from tasks.common.hidden_states import HiddenStates, Sample
 from tasks.common.params import Params
-from tasks.common.parity import Agreement, Match, all_states, find_state, layer_outputs, output_name
+from tasks.common.parity import Agreement, Match, all_states, error_limit, find_state, layer_outputs, output_name
 from tasks.common.progress import progress
 from tasks.common.target import load_model
 
 _COLUMNS = ("id", "tokens", "contract", "relative_error", "cosine", "detail")
-# Largest relative error by the type that the target computes in and the one that its states are stored in. Rounding alone
-# gives 0.0002 (float16), 0.0017 (bfloat16) and 0.026 (float8); two engines that compute in bfloat16 differ by 0.013; a
-# neighbouring layer by 0.2.
-_LIMITS: dict[str, dict[str, float]] = {
-    "float32": {"float32": 1e-4, "float16": 1e-3, "bfloat16": 5e-3, "float8": 0.05},
-    "float16": {"float32": 0.01, "float16": 0.01, "bfloat16": 0.015, "float8": 0.06},
-    "bfloat16": {"float32": 0.05, "float16": 0.05, "bfloat16": 0.05, "float8": 0.08},
-}
 
 
 def replay_limit(params: Params) -> float:
     """The relative error above which a replayed state is not what was stored."""
-    return params.gates.max_replay_error or _LIMITS[params.target.dtype][params.dump.storage_dtype]
+    return params.gates.max_replay_error or error_limit(params.target.dtype, params.dump.storage_dtype)
 
 
 def replay(params: Params, contract: Contract, splits: dict[str, HiddenStates], states: pd.DataFrame) -> pd.DataFrame:
@@ -70,6 +62,7 @@ def _spread(states: pd.DataFrame, split: str, contract: Contract, count: int) ->
         (states["rows"] == states["tokens"])
         & (states["num_nonfinite"] == 0)
         & (states["aux_width"] == contract.aux_width)
+        & (states["last_width"] == contract.hidden_size)
     )
     usable = states[(states["split"] == split) & whole].sort_values(["tokens", "id"])
     count = min(count, len(usable))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.common.files import REPORTS, write_atomically, write_json
-from tasks.gates.suite import GUARD, Finding, Judgement, show
+from tasks.gates.suite import GUARD, Finding, Judgement, Table, show
 
 GATES = REPORTS / "gates"
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -36,11 +36,29 @@ class Histogram:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """Of a run with an earlier one. What that is depends on git: while it passes, the JSON says nothing of it.
+
+    Attributes:
+        against: what the earlier run is called, or why there is none.
+        record: what later runs are held against.
+        earlier: what this run is held against; one that fails leaves it to later runs in place of its own.
+        table: None where there is no earlier run.
+    """
+
+    against: str
+    record: dict[str, Any]
+    earlier: dict[str, Any]
+    table: Table | None
+
+
+@dataclass(frozen=True)
 class Report:
     """All that is said about one run of a gate.
 
     Attributes:
         unreadable: why nothing could be judged; empty when it could.
+        judgements: of every table, that of the comparison among them.
     """
 
     name: str
@@ -49,6 +67,7 @@ class Report:
     figures: dict[str, int | float | str]
     histograms: list[Histogram]
     judgements: list[Judgement]
+    comparison: Comparison | None = None
 
     @cached_property
     def findings(self) -> list[Finding]:
@@ -70,20 +89,35 @@ class Report:
     def page(self) -> Path:
         return GATES / f"{self.name}.html"
 
+    @property
+    def shown_figures(self) -> dict[str, int | float | str]:
+        """The page's."""
+        return self.figures | ({"held against": self.comparison.against} if self.comparison else {})
+
     def to_json(self) -> dict[str, Any]:
-        """What later stages may rely on: the verdict, the figures, every finding."""
+        """What later stages may rely on: the verdict, the figures, every finding. Equal data give equal bytes, whatever git has."""
+        compared = self.comparison
+        record = {} if compared is None else compared.record if self.passed else compared.earlier
+        listed = [
+            judgement
+            for judgement in self.judgements
+            if compared is None
+            or judgement.table is not compared.table
+            or any(finding.outcome != "passed" for finding in judgement.findings)
+        ]
         return {
             "gate": self.name,
             "passed": self.passed,
             **({"unreadable": self.unreadable} if self.unreadable else {}),
             "figures": self.figures,
+            **({"record": record} if record else {}),
             "tables": [
                 {
                     "name": judgement.table.name,
                     "rows": len(judgement.table.frame),
                     "findings": [asdict(finding) for finding in judgement.findings],
                 }
-                for judgement in self.judgements
+                for judgement in listed
             ],
         }
 

@@ -13,7 +13,8 @@ from tasks.common.params import Params
 from tasks.common.shard import StoredShard
 from tasks.common.shard_layout import ShardPlan
 from tasks.gates.gate import failed_paragraphs
-from tasks.gates.hidden_states import DENSE_SHARE, norm_limits, replay_table, shard_tables, state_suite
+from tasks.gates.hidden_states import DENSE_SHARE, replay_table, shard_tables, state_suite
+from tasks.gates.norms import sample_limits
 from tasks.gates.replay import Replay, as_table
 from tasks.gates.stored_states import StoredStates, read_stored_shard
 from tasks.gates.suite import judge
@@ -33,10 +34,10 @@ class ShardGate:
         """
         Args:
             final_norm: weight of the target's norm before the head, [H].
-            heldout: closed, and judged by the gate on hidden states.
+            heldout: closed. No other gate judges it while train comes and goes: give this one its shards first.
         """
         self._params, self._contract, self._final_norm = params, contract, final_norm
-        self._suite = state_suite(params, contract, norm_limits(heldout.table.to_pandas()), whole=False)
+        self._suite = state_suite(params, contract, sample_limits(heldout.table.to_pandas()), whole=False)
         self._replay = Replay(params, contract)
         self._samples = self._thin = 0
 

@@ -21,6 +21,9 @@ from tasks.common.progress import progress
 from tasks.common.responses import SPLITS, read_responses
 from tasks.common.shard import StoredShard, read_sidecar
 from tasks.common.shard_layout import ShardPlan
+from tasks.common.storage import StoredRows
+from tasks.common.tensor_types import SAFETENSORS
+from tasks.gates.token_norms import TokenNorms
 
 _SHARD_COLUMNS = ("id", "problem", "samples", "tokens", "megabytes", "checksum", "recorded_checksum", "detail")
 _ROWS_AT_ONCE = 1024
@@ -35,12 +38,14 @@ class StoredStates:
         shards: whether it can be read, its checksum as recorded and as it is.
         samples: every answer and every stored sample: how often stored, whether an answer, why unreadable.
         states: every sample that could be read, measured again; `index` is its place in the split.
+        norms: of all tokens that could be read, a slot each for the aux states and the last.
     """
 
     splits: dict[str, HiddenStates]
     shards: pd.DataFrame
     samples: pd.DataFrame
     states: pd.DataFrame
+    norms: TokenNorms
 
 
 def read_stored_states(contract: Contract, final_norm: torch.Tensor) -> StoredStates:
@@ -56,12 +61,15 @@ def read_stored_states(contract: Contract, final_norm: torch.Tensor) -> StoredSt
     places = [(split, number) for split, dump in splits.items() for number in range(len(dump.shards))]
     recorded = {split: dump.table.to_pandas() for split, dump in splits.items()}
     read: list[_ReadShard] = []
+    norms = TokenNorms(len(contract.aux_layer_ids) + 1)
 
     def read_one(place: tuple[str, int]) -> _ReadShard:
         split, number = place
         dump, table = splits[split], recorded[split]
         first, end = np.searchsorted(table["shard"], [number, number + 1])
-        return _read_shard(dump.folder, dump.shards[number], table.iloc[first:end], final_norm, dump.storage_dtype)
+        return _read_shard(
+            dump.folder, dump.shards[number], table.iloc[first:end], final_norm, dump.storage_dtype, norms
+        )
 
     # Hashing and arithmetic let other threads run: shards are read as fast as the disk gives them.
     with (
@@ -71,7 +79,7 @@ def read_stored_states(contract: Contract, final_norm: torch.Tensor) -> StoredSt
     ):
         for shard in progress(shards, total=len(places), desc="gate hidden states", unit="shard"):
             read.append(shard)
-    return _stored(splits, read, _answers(), contract)
+    return _stored(splits, read, _answers(), contract, norms)
 
 
 def read_stored_shard(
@@ -86,12 +94,17 @@ def read_stored_shard(
         (name, folder.name, _fingerprint(plan.input_ids[start:end].tobytes(), plan.loss_mask[start:end].tobytes()))
         for name, start, end in bounds
     ]
-    read = _read_shard(folder, facts, table, final_norm, storage_dtype)
-    return _stored({}, [read], _indexed(rows), contract)
+    norms = TokenNorms(len(contract.aux_layer_ids) + 1)
+    read = _read_shard(folder, facts, table, final_norm, storage_dtype, norms)
+    return _stored({}, [read], _indexed(rows), contract, norms)
 
 
 def _stored(
-    splits: dict[str, HiddenStates], read: "list[_ReadShard]", answers: pd.DataFrame, contract: Contract
+    splits: dict[str, HiddenStates],
+    read: "list[_ReadShard]",
+    answers: pd.DataFrame,
+    contract: Contract,
+    norms: TokenNorms,
 ) -> StoredStates:
     states = pd.concat([s.states for s in read if len(s.states)] or [pd.DataFrame(columns=_state_columns(contract))])
     states = states.reset_index(drop=True)
@@ -104,6 +117,7 @@ def _stored(
         shards=pd.DataFrame([shard.row for shard in read], columns=_SHARD_COLUMNS),
         samples=_samples([shard.samples for shard in read], answers),
         states=states,
+        norms=norms,
     )
 
 
@@ -117,12 +131,18 @@ class _ReadShard:
 
 
 def _read_shard(
-    folder: Path, facts: dict[str, Any], recorded: pd.DataFrame, final_norm: torch.Tensor, storage_dtype: str
+    folder: Path,
+    facts: dict[str, Any],
+    recorded: pd.DataFrame,
+    final_norm: torch.Tensor,
+    storage_dtype: str,
+    norms: TokenNorms,
 ) -> _ReadShard:
     """
     Args:
         facts: name and recorded checksum of the shard.
         recorded: its rows of the split's table.
+        norms: those of its tokens are added to it.
     """
     path, split = folder / f"{facts['name']}.safetensors", folder.name
     place = f"{split}/{facts['name']}"
@@ -148,7 +168,11 @@ def _read_shard(
     if there < len(recorded):
         row["problem"] = f"{shard.path} ends before its last {len(recorded) - there} samples"
         samples.iloc[there:, samples.columns.get_loc("problem")] = row["problem"]
-    states = _measure(shard, offsets, recorded.iloc[:there], final_norm, storage_dtype)
+    rows = shard.stored_rows(int(offsets[-1]))
+    token_norms = rows.norms.numpy()
+    if token_norms.shape[1] == norms.slots:
+        norms.add(token_norms)
+    states = _measure(shard, rows, offsets, recorded.iloc[:there], final_norm, storage_dtype)
     row["checksum"] = shard.checksum(states["checksum"].tolist())
     row["tokens"] = int(offsets[-1])
     states.insert(1, "split", split)
@@ -162,24 +186,56 @@ def _offsets(shard: StoredShard, recorded: pd.DataFrame) -> np.ndarray:
     """Where the samples lie of which at least a row is there, the last one cut to what is.
 
     Raises:
-        ValueError: the tensors are not [tokens, n_aux, H] and [tokens, H].
+        ValueError: a tensor has no tokens, or is not what a shard has under its name.
     """
-    if shard.aux.dim() != 3 or shard.last.dim() != 2:
-        raise ValueError(
-            f"aux {list(shard.aux.shape)}, last {list(shard.last.shape)}: not [tokens, n_aux, H], [tokens, H]"
-        )
+    _require_tensors(shard)
     offsets = np.append(recorded["start"].to_numpy(), recorded["start"].iloc[-1] + recorded["tokens"].iloc[-1])
     there = int(np.searchsorted(offsets[:-1], shard.rows))
     return np.minimum(offsets[: there + 1], shard.rows)
 
 
+def _require_tensors(shard: StoredShard) -> None:
+    """Types and shapes fit together; how many rows there are, how wide states are and how they are stored is judged later.
+
+    Raises:
+        ValueError: names the tensor that does not.
+    """
+    slots, hidden_size = shard.aux.shape[1:] if shard.aux.dim() == 3 else ("n_aux", "H")
+    expected: dict[str, tuple[str, tuple[int | str, ...]]] = {
+        "aux": ("a float", ("tokens", "n_aux", "H")),
+        "last": ("a float", ("tokens", hidden_size)),
+        "aux_scale": ("float32", ("tokens", slots)),
+        "last_scale": ("float32", ("tokens",)),
+        "input_ids": ("int32", ("tokens",)),
+        "loss_mask": ("uint8", ("tokens",)),
+        "sample_offsets": ("int64", ("samples + 1",)),
+    }
+    for name, (dtype, shape) in expected.items():
+        tensor: torch.Tensor | None = getattr(shard, name)
+        if tensor is None:
+            continue
+        is_float = tensor.is_floating_point() and _name_of(tensor.dtype) in SAFETENSORS
+        of_type = is_float if dtype == "a float" else _name_of(tensor.dtype) == dtype
+        of_shape = tensor.dim() == len(shape) and all(
+            size == wanted or isinstance(wanted, str) for size, wanted in zip(tensor.shape, shape, strict=True)
+        )
+        if not (of_type and of_shape and len(tensor)):
+            wanted = ", ".join(map(str, shape))
+            raise ValueError(f"{name} is {_name_of(tensor.dtype)} {list(tensor.shape)}, expected {dtype} [{wanted}]")
+
+
 def _measure(
-    shard: StoredShard, offsets: np.ndarray, recorded: pd.DataFrame, final_norm: torch.Tensor, storage_dtype: str
+    shard: StoredShard,
+    rows: StoredRows,
+    offsets: np.ndarray,
+    recorded: pd.DataFrame,
+    final_norm: torch.Tensor,
+    storage_dtype: str,
 ) -> pd.DataFrame:
     """What stored samples are now, beside what the table says."""
     starts, ends = offsets[:-1], offsets[1:]
     ids, mask = shard.input_ids.numpy()[: offsets[-1]], shard.loss_mask.numpy()
-    found = shard.statistics(offsets)
+    found = shard.statistics(offsets, rows)
     rms = farthest_from_one(_rms(shard, int(ends[-1]), final_norm), starts)
     normed = np.abs(rms - 1) <= TOLERANCE[storage_dtype]
     tokens = recorded["tokens"].to_numpy()
@@ -219,8 +275,20 @@ def _rms(shard: StoredShard, end: int, final_norm: torch.Tensor) -> np.ndarray:
 
 
 def _stored_type(shard: StoredShard) -> str:
-    name = str(shard.aux.dtype).removeprefix("torch.")
-    return "float8" if name == "float8_e4m3fn" and shard.aux_scale is not None else name
+    """As dump.storage_dtype spells it; both where aux and last differ."""
+    types = {_type(shard.aux, shard.aux_scale), _type(shard.last, shard.last_scale)}
+    return " and ".join(sorted(types))
+
+
+def _type(values: torch.Tensor, scale: torch.Tensor | None) -> str:
+    name = _name_of(values.dtype)
+    if name == "float8_e4m3fn":
+        return f"{name} without scales" if scale is None else "float8"
+    return name if scale is None else f"{name} with scales"
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _or_missing(values: np.ndarray) -> np.ndarray:

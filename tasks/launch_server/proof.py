@@ -21,6 +21,7 @@ from tasks.common.server_session import LOGS
 from tasks.common.speculative_plan import EXPORT
 from tasks.common.target import TargetShape, load_config, load_model, load_tokenizer, model_folder
 from tasks.common.target_weights import TargetWeights
+from tasks.launch_server.report import served_limit
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Proof:
             },
             planned=True,
             nonce=nonce,
-            max_relative_error=self.params.gates.max_relative_error,
+            max_relative_error=served_limit(self.params),
             gated=True,
             exact=plan.dtype == "float32",
         )

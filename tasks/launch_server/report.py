@@ -7,6 +7,7 @@ from importlib.metadata import version
 from tasks.common.live_checks.run import LiveReport
 from tasks.common.live_checks.slots import SlotParity
 from tasks.common.params import Params
+from tasks.common.parity import error_limit
 from tasks.common.server_plan import ServerPlan
 
 
@@ -16,7 +17,7 @@ def report(plan: ServerPlan, params: Params, found: LiveReport) -> dict:
     Args:
         found: without an error.
     """
-    limit = params.gates.max_relative_error
+    limit = served_limit(params)
     slots = sorted({(row.slot, row.layer) for row in found.parity})
     return {
         "engine": {"name": "sglang", "version": version("sglang"), "device": plan.device, "dtype": plan.dtype},
@@ -29,6 +30,11 @@ def report(plan: ServerPlan, params: Params, found: LiveReport) -> dict:
         },
         "shutdown": "clean: no process, no listener" + ("" if plan.device == "cpu" else ", GPU memory back"),
     }
+
+
+def served_limit(params: Params) -> float:
+    """The relative error above which what the draft is fed is not what was dumped."""
+    return params.gates.max_relative_error or error_limit(params.target.dtype, params.dump.storage_dtype)
 
 
 def _slot(rows: Sequence[SlotParity], layer: int, limit: float) -> dict:

@@ -35,8 +35,7 @@ class DraftData(Dataset):
         self.states, self.batch_tokens, self.form = states, batch_tokens, form
         self.target_argmax = target_argmax
         self.starts = np.cumsum([0, *states.tokens])
-        # The draft predicts from the third token on, and only what the assistant wrote.
-        supervised = (bool(states.read_tokens(index)[1][2:].any()) for index in range(len(states)))
+        supervised = (is_supervised(states.read_tokens(index)[1]) for index in range(len(states)))
         self.usable = np.flatnonzero(np.fromiter(supervised, bool, len(states)))
         if not len(self.usable):
             raise DraftlineError(
@@ -55,13 +54,33 @@ class DraftData(Dataset):
 
     def read(self, indices: list[int]) -> Batch:
         """Read and pack these samples, on their device."""
-        return self[indices].on(self.form.device, self.form.dtype)
+        return self._stored(indices).on(self.form.device, self.form.dtype)
 
-    def __getitem__(self, indices: list[int]) -> StoredBatch:
-        """The same as worker processes read it."""
+    def __getitem__(self, indices: list[int]) -> StoredBatch | DraftlineError:
+        """The same as worker processes read it. An error is a value: of one that is raised there a traceback comes back."""
+        try:
+            return self._stored(indices)
+        except DraftlineError as error:
+            return error
+
+    def _stored(self, indices: list[int]) -> StoredBatch:
         argmax = np.concatenate([self.target_argmax[self.starts[i] : self.starts[i + 1]] for i in indices])
         stored = [self.states.read_stored(index) for index in indices]
         return StoredBatch.of(stored, torch.from_numpy(argmax), self.form)
+
+
+def is_supervised(loss_mask: torch.Tensor | np.ndarray) -> bool:
+    """Whether a sample gives a loss: the draft predicts from the third token on, and only what the assistant wrote."""
+    return bool(loss_mask[2:].any())
+
+
+def require_seed(position: dict[str, Any], seed: int) -> None:
+    """
+    Raises:
+        DraftlineError: a stream's saved position is of an order with another seed.
+    """
+    if position["seed"] != seed:
+        raise DraftlineError(f"the position is of an order with seed {position['seed']}, this one has seed {seed}.")
 
 
 def pack(tokens: np.ndarray, order: np.ndarray, batch_tokens: int) -> list[list[int]]:
@@ -123,7 +142,7 @@ class BatchStream:
             worker_init_fn=_leave_group,
             generator=torch.Generator(),  # else it draws from the global one
         )
-        placed = ((batch, asked.popleft()) for batch in loader)
+        placed = ((_read(batch), asked.popleft()) for batch in loader)
         for batch, position in on_device(placed, self.data.form):
             self.epoch, self.batch = position
             yield batch
@@ -134,10 +153,7 @@ class BatchStream:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; takes effect with the next `iter`."""
-        if state["seed"] != self.seed:
-            raise DraftlineError(
-                f"the position is of an order with seed {state['seed']}, this one has seed {self.seed}."
-            )
+        require_seed(state, self.seed)
         self.epoch, self.batch = state["epoch"], state["batch"]
 
     def _indices(self, asked: deque[tuple[int, int]]) -> Iterator[list[int]]:
@@ -163,5 +179,11 @@ def _leave_group(worker: int) -> None:
     os.setpgid(0, 0)
 
 
-def _as_it_is(batch: StoredBatch) -> StoredBatch:
+def _read(batch: StoredBatch | DraftlineError) -> StoredBatch:
+    if isinstance(batch, DraftlineError):
+        raise batch
+    return batch
+
+
+def _as_it_is(batch: StoredBatch | DraftlineError) -> StoredBatch | DraftlineError:
     return batch

@@ -53,11 +53,12 @@ def initialise(
 
 def _copy_last_mlp(draft: Eagle3Draft, weights: TargetWeights, layer: str) -> None:
     """The MLP of the target's last layer, with the norm that it was trained behind; not of a mixture of experts."""
-    midlayer = draft.midlayer
-    pairs = [(midlayer.post_attention_layernorm, f"{layer}.post_attention_layernorm.weight")]
-    pairs += [
-        (getattr(midlayer.mlp, name), f"{layer}.mlp.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj")
-    ]
-    if all(weights.shape(name) == module.weight.shape for module, name in pairs):
+    mlp, norm = draft.midlayer.mlp, draft.midlayer.post_attention_layernorm
+    # Families that norm what attention adds, too, call the norm before the MLP otherwise.
+    before_mlp = f"{layer}.pre_feedforward_layernorm.weight"
+    norm_name = before_mlp if weights.find(before_mlp) else f"{layer}.post_attention_layernorm.weight"
+    pairs = [(getattr(mlp, name), f"{layer}.mlp.{name}.weight") for name in ("gate_proj", "up_proj", "down_proj")]
+    if all(weights.shape(name) == module.weight.shape for module, name in [(norm, norm_name), *pairs]):
+        norm.weight.copy_(weights.norm(norm_name))
         for module, name in pairs:
             module.weight.copy_(weights.read(name))

@@ -67,6 +67,7 @@ class Meters:
         *_, tokens, asked = summed = self._processes.sum(torch.cat([totals.flatten(), rest])).tolist()
         totals = torch.tensor(summed[:-2], dtype=torch.float64).view(totals.shape)
         norms = torch.stack([norm for _, norm, _ in self._steps]).tolist()
+        own_losses = own[:, :, 0].sum(-1).tolist()
         weights = STEP_WEIGHT ** torch.arange(totals.shape[-1], dtype=torch.float64)
         losses = (weights * totals[:, 0] / totals[:, 1].clamp(min=1)).sum(-1).tolist()
         steps = [
@@ -76,10 +77,7 @@ class Meters:
                 gradient_norm=norms[n],
                 loss_positions=int(totals[n, 1, 0]),
                 supervised=int(totals[n, 2, 0]),
-                batches=tuple(
-                    BatchVitals(ids, loss)
-                    for (ids, _, _), loss in zip(batches, own[n, :, 0].sum(-1).tolist(), strict=True)
-                ),
+                batches=tuple(BatchVitals(ids, loss) for (ids, _, _), loss in zip(batches, own_losses[n], strict=True)),
             )
             for n, (step, _, batches) in enumerate(self._steps)
         ]

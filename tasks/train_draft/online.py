@@ -10,9 +10,12 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
-from tasks.common.params import Params
+from tasks.common.errors import DraftlineError
+from tasks.common.hidden_states import HIDDEN_STATES, MANIFEST, HiddenStates
+from tasks.common.params import PARAMS, Params
 from tasks.common.planned_shards import plan_shards
+from tasks.common.shard import shard_is_done
+from tasks.common.shard_layout import ShardPlan
 from tasks.common.stage import run_stage
 from tasks.common.target import model_folder, target_contract
 from tasks.common.target_weights import TargetWeights
@@ -26,6 +29,8 @@ from tasks.train_draft.ring import RingStream
 from tasks.train_draft.source import TRAIN, Summary
 from tasks.train_draft.target_head import TargetHead
 
+HELDOUT = HIDDEN_STATES / "heldout"
+
 
 class RingSource:
     """Shards that come and go (`dump.ahead_shards`): what is not in them is known from the answers."""
@@ -33,15 +38,26 @@ class RingSource:
     def __init__(self, params: Params):
         """
         Raises:
-            DraftlineError: the held-out states are not there yet.
+            DraftlineError: train is no ring, the held-out states are not there yet, or the gate refuses a shard of them.
         """
+        if params.dump.ahead_shards is None or (TRAIN / MANIFEST).exists():
+            found = "dump.ahead_shards is null" if params.dump.ahead_shards is None else f"{TRAIN} is a whole split"
+            raise DraftlineError(
+                f"{PARAMS}: {found}, and this would free each of its shards once it is read. Train on a dump that stays with "
+                f"`dvc repro`; to train beside one that goes on, set dump.ahead_shards and start "
+                f"`python -m tasks.dump_hidden_states`."
+            )
         contract, norm = target_contract(params.contract), TargetWeights(model_folder(params.target)).final_norm()
         self._params, self.contract = params, contract
         settings = params.train_draft
+        heldout_plans = list(plan_shards("heldout", params, contract))
+        gate = ShardGate(params, contract, norm, _open_heldout(heldout_plans))
+        for plan in heldout_plans:  # no stage of DVC has judged them
+            gate(HELDOUT, plan)
         self._stream = RingStream(
             TRAIN,
             lambda: plan_shards("train", params, contract),
-            ShardGate(params, contract, norm, HiddenStates(HIDDEN_STATES / "heldout")),
+            gate,
             seed=settings.seed,
             batch_tokens=settings.batch_tokens,
         )
@@ -62,6 +78,17 @@ class RingSource:
 
     def batches(self, head: TargetHead, cache: Path, form: BatchForm, processes: Processes) -> RingStream:
         return self._stream.shared(head, form, processes, self._params.train_draft.global_batch_size)
+
+
+def _open_heldout(plans: list[ShardPlan]) -> HiddenStates:
+    is_there = (HELDOUT / MANIFEST).exists() and all(shard_is_done(HELDOUT, plan.name, plan.sha256) for plan in plans)
+    states = HiddenStates(HELDOUT) if is_there else None
+    if states is None or [shard["name"] for shard in states.shards] != [plan.name for plan in plans]:
+        raise DraftlineError(
+            f"{HELDOUT}: the held-out states of these answers and this params.yaml are not there yet. Start the dump, "
+            f"`python -m tasks.dump_hidden_states`, wait until it dumps train, then start this again."
+        )
+    return states
 
 
 def main(params: Params, tracker: Tracker) -> None:

@@ -8,14 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import Sample
 from tasks.common.ring import consume, forget_freed
 from tasks.common.shard import StoredShard
 from tasks.common.shard_layout import ShardPlan
 from tasks.common.storage import decode
 from tasks.train_draft.batch import Batch, BatchForm, StoredBatch, StoredSample
-from tasks.train_draft.data import pack
+from tasks.train_draft.data import is_supervised, pack, require_seed
 from tasks.train_draft.induction import MAX_TOKENS, TrainingStates, without_first_tokens
 from tasks.train_draft.processes import Processes
 from tasks.train_draft.target_head import TargetHead
@@ -93,9 +92,8 @@ class RingStream:
         while True:
             plan, shard = self._first or next(self._shards)
             self._first = None
-            # The draft predicts from the third token on, and only what the assistant wrote.
             bounds = zip(plan.offsets[:-1].tolist(), plan.offsets[1:].tolist(), strict=True)
-            usable = [index for index, (start, end) in enumerate(bounds) if plan.loss_mask[start + 2 : end].any()]
+            usable = [index for index, (start, end) in enumerate(bounds) if is_supervised(plan.loss_mask[start:end])]
             number = int(plan.name.rpartition("-")[2])
             order = np.random.default_rng((self.seed, self.epoch, number)).permutation(usable).astype(int)
             self._trained += len(usable)
@@ -107,12 +105,9 @@ class RingStream:
         return {"seed": self.seed, "epoch": self.epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on in the epoch of `state_dict`."""
-        if state["seed"] != self.seed:
-            raise DraftlineError(
-                f"the position is of an order with seed {state['seed']}, this one has seed {self.seed}."
-            )
-        self.epoch = state["epoch"]
+        """Go on in the epoch of `state_dict`; once, in a new stream, which may have found the epoch at its end already."""
+        require_seed(state, self.seed)
+        self.epoch += state["epoch"]
 
     def _consume(self) -> Iterator[tuple[ShardPlan, StoredShard]]:
         while True:

@@ -11,7 +11,6 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tasks.common.params import Params
 from tests.flows.processes import processes_in, until
 
 pytestmark = pytest.mark.chain
@@ -60,7 +59,7 @@ def test_benchmark_reports_what_a_team_decides_on(chain):
 def test_server_fed_the_draft_the_states_that_it_was_trained_on_and_drafted_what_was_exported(chain):
     report = read(chain, "reports/launch_server.json")
     parity, checks = report["parity"], report["checks"]
-    assert parity["limit"] == Params().gates.max_relative_error
+    assert parity["limit"] == 1e-4  # float32 throughout
     for slot in parity["slots"]:
         assert slot["relative_error_below"] <= 1e-3 < slot["next_best"]["relative_error"]
         assert checks[f"C3 slot {slot['slot']} (the dump)"] == "ok"
@@ -140,13 +139,6 @@ def plant_nan(path) -> int:
     return 5
 
 
-def drop_a_row(path) -> int:
-    tensors = load_file(path)
-    tensors["aux"], tensors["last"] = tensors["aux"][:-1].contiguous(), tensors["last"][:-1].contiguous()
-    save_file(tensors, path)
-    return -1
-
-
 def swap_layers(path) -> int:
     tensors = load_file(path)
     tensors["aux"] = tensors["aux"].flip(1).contiguous()
@@ -154,16 +146,25 @@ def swap_layers(path) -> int:
     return 0  # all of them; the first few are named
 
 
-@pytest.mark.parametrize("corrupt", [flip_a_byte, plant_nan, drop_a_row, swap_layers])
+@pytest.mark.parametrize("corrupt", [flip_a_byte, plant_nan, swap_layers])
 def test_a_corrupted_shard_fails_the_gate_in_dvc_and_names_the_sample(chain, corrupt):
     with spoiled(chain, SHARD):
         spoilt = corrupt(chain.path(SHARD))
         result = chain.dvc("repro", "gate_hidden_states")
         assert result.returncode != 0
-        sample = read(chain, "artifacts/hidden_states/train/shard-00000.json")["samples"][spoilt]["id"]
+        sample = read(chain, "artifacts/hidden_states/train/shard-00000.json")["samples"]["id"][spoilt]
         assert "gate_hidden_states failed" in result.stdout
         # As a finding's own line: what is said of the shard names its first samples whatever is wrong.
         assert f"\n    {sample}: " in result.stdout, result.stdout[-3000:]
+
+
+def test_a_shard_that_lost_rows_is_dumped_again(chain):
+    whole = chain.path(SHARD).read_bytes()
+    with spoiled(chain, SHARD):
+        tensors = load_file(chain.path(SHARD))
+        save_file({name: tensor[:-1].contiguous() for name, tensor in tensors.items()}, chain.path(SHARD))
+        result = chain.dvc("repro", "gate_hidden_states")
+        assert (result.returncode, chain.path(SHARD).read_bytes() == whole) == (0, True), result.stdout[-3000:]
 
 
 def test_a_corrupted_shard_fails_the_flow(chain):

@@ -1,6 +1,7 @@
 """The two ends of the ring, a step at a time: what may be computed now, and what counts as written."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -102,9 +103,11 @@ def test_a_shard_counts_as_written_while_it_is_consumed(tmp_path):
         while not stop.is_set():
             lost.extend(s.name for s in plans(count) if not was_written(tmp_path, s.name, s.sha256))
 
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    free(tmp_path, count)
-    stop.set()
-    watcher.join(60)
+    with ThreadPoolExecutor(1) as pool:
+        watcher = pool.submit(look)
+        try:
+            free(tmp_path, count)
+        finally:
+            stop.set()
+        watcher.result()  # what it raised, too
     assert lost == []

@@ -63,6 +63,13 @@ def test_a_process_that_only_has_the_same_pid_is_left_alone(tmp_path, orphan):
     assert leader.is_alive
 
 
+def test_a_record_that_another_rank_has_removed_meanwhile_is_none(tmp_path, orphan, monkeypatch):
+    plant(tmp_path, session_processes(orphan.pid))
+    real = ServerRecord.read
+    monkeypatch.setattr(ServerRecord, "read", lambda path: (path.unlink(), real(path))[1])
+    assert reap_stale_servers(tmp_path) == []
+
+
 def test_a_pid_of_another_boot_is_left_alone(tmp_path, orphan):
     plant(tmp_path, session_processes(orphan.pid), boot="another boot")
     assert reap_stale_servers(tmp_path) == []

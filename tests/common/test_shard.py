@@ -6,7 +6,8 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from tasks.common import shard as shard_module
 from tasks.common.contract import Contract
@@ -15,7 +16,7 @@ from tasks.common.files import read_json
 from tasks.common.hidden_states import HiddenStates, Sample
 from tasks.common.shard import ShardWriter, StoredShard, shard_is_done
 from tasks.common.shard_layout import ShardPlan
-from tasks.common.storage import StoredRows, bytes_per_token
+from tasks.common.storage import StoredRows, _by_copy, _by_kernels, bytes_per_token
 from tests.stored import write_shard, write_split
 
 TYPES = ["float32", "bfloat16", "float16", "float8"]
@@ -126,17 +127,22 @@ def test_every_byte_of_the_file_is_under_the_checksum(tmp_path, storage_dtype):
     path, recorded = tmp_path / "shard-00000.safetensors", read_json(tmp_path / "shard-00000.json")["checksum"]
     whole = path.read_bytes()
     offsets = np.array([0, 5, 6, 15])
-    unnoticed = []
+    data = 8 + int.from_bytes(whole[:8], "little")
+    unnoticed, unparsed = [], []
     for position in range(len(whole)):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 1]) + whole[position + 1 :])
         try:
             shard = StoredShard(path)
-            found = shard.checksum(shard.sample_checksums(offsets))
-        except Exception:
-            continue  # it cannot even be parsed
-        if found == recorded:
+        except (SafetensorError, KeyError):
+            unparsed.append(position)
+            continue
+        if shard.checksum(shard.sample_checksums(offsets)) == recorded:
             unnoticed.append(position)
     assert unnoticed == []
+    assert max(unparsed) < data  # of the states and all else behind the header every byte was hashed
+    path.write_bytes(whole)
+    shard = StoredShard(path)
+    assert shard.checksum(shard.sample_checksums(offsets)) == recorded
 
 
 def test_the_header_is_under_the_checksum(tmp_path):
@@ -212,6 +218,21 @@ def test_a_reader_keeps_few_shards_open(tmp_path, monkeypatch):
     assert list(states._opened) == [0, 3]
 
 
+@pytest.mark.parametrize("name", ["aux", "last", "aux_scale", "last_scale", "input_ids", "loss_mask"])
+def test_a_sample_that_its_shard_does_not_hold_whole_is_named_and_the_others_are_read(tmp_path, name):
+    states = write_split(tmp_path, CONTRACT, [make_samples((5, 1, 9))], "float8")
+    path = tmp_path / "shard-00000.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name][:-1].clone()}, path)
+    assert states.read(1).num_tokens == 1
+    for read in (states.read, states.read_tokens):
+        with pytest.raises(
+            DraftlineError,
+            match=r"shard-00000.safetensors: holds 14 tokens, .* sample s2 is 6 to 15\. Delete the shard and run `dvc repro`",
+        ):
+            read(2)
+
+
 def test_a_split_without_samples_can_be_opened(tmp_path):
     assert len(write_split(tmp_path, CONTRACT, [])) == 0
 
@@ -283,6 +304,32 @@ def test_a_norm_beyond_float32_is_a_number_and_no_missing_value():
     assert rows.nonfinite.tolist() == [0, 0]
     aux[0, 0, 0] = float("inf")
     assert StoredRows.of(aux, last, "float32").nonfinite.tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_a_gpus_way_to_norms_and_largest_values_finds_what_a_cpus_does(dtype):
+    """The kernels of the one are run on the CPU here, into the strided halves that they fill on a GPU."""
+    states = torch.randn(6, 3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    states[0, 1] = 0
+    states[1, 0, 5] = float("nan")
+    states[2, 2, 7] = -float("inf")
+    states[3] = torch.finfo(dtype).max  # as bfloat16 or float32 its norm is beyond float32
+    ways = [torch.full((6, 2, 4), -1.0) for _ in range(2)]
+    for fill, found in zip((_by_kernels, _by_copy), ways, strict=True):
+        fill(found[:, :, :3], states)
+        assert found[..., 3].unique().tolist() == [-1]
+    torch.testing.assert_close(*ways, rtol=1e-6, atol=0, equal_nan=True)
+    norms, largest = ways[0].unbind(1)
+    assert norms[1].isnan().tolist() == largest[1].isnan().tolist() == [True, False, False, False]
+    assert (norms[2, 2], largest[2, 2]) == (float("inf"), float("inf"))
+    assert largest[3, 0] == torch.finfo(dtype).max
+    assert norms[3, 0].isinf() == (dtype != torch.float16)
+
+
+def test_what_is_not_finite_is_counted_where_the_states_are():
+    rows = rows_of(make_samples()[0], "bfloat16")
+    with torch.device("meta"):  # where a tensor goes whose device nobody names
+        assert rows.nonfinite.device == rows.last.device
 
 
 @pytest.mark.parametrize("storage_dtype", TYPES)

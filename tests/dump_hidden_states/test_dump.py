@@ -1,3 +1,14 @@
+import fcntl
+import os
+import shutil
+import stat
+import subprocess
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -8,10 +19,15 @@ from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_json, write_jsonl
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.responses import RESPONSES, Response
+from tasks.common.ring import is_freed
+from tasks.common.server_session import Process, ServerRecord, boot_id, kill_session, record_path, session_processes
+from tasks.common.storage import bytes_per_token
 from tasks.common.target import load_model, target_contract
 from tasks.common.versions import result_versions
 from tasks.dump_hidden_states import dump as dump_module
 from tasks.dump_hidden_states.dump import dump
+from tasks.dump_hidden_states.share import Share
+from tasks.dump_hidden_states.split_plan import SplitPlan
 
 
 def write_responses(train: int) -> list[Response]:
@@ -25,6 +41,10 @@ def write_responses(train: int) -> list[Response]:
         write_jsonl(RESPONSES / f"{split}.jsonl", (row.to_row() for row in rows))
         written += rows
     return written
+
+
+def disk_with(free: int):
+    return lambda _path: SimpleNamespace(free=free)
 
 
 @pytest.fixture
@@ -129,9 +149,9 @@ def test_shards_beyond_the_plan_are_removed(params):
 
 def test_a_disk_that_is_too_small_is_refused_before_the_start(params, monkeypatch):
     write_responses(3)
-    monkeypatch.setattr(dump_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 1000}))
+    monkeypatch.setattr("shutil.disk_usage", disk_with(1000))
     with pytest.raises(
-        DraftlineError, match=r"need .* GB, .* and the disk has room for 0\.0 GB\. Options: dump\.storage_dtype"
+        DraftlineError, match=r"need .* GB, .* and the disk of .* has room for 0\.0 GB\. Options: dump\.storage_dtype"
     ):
         dump(params)
     assert not list(HIDDEN_STATES.rglob("*.safetensors"))
@@ -220,6 +240,7 @@ def test_a_shard_that_vanishes_while_the_dump_runs_is_an_error(params, monkeypat
 
 def test_a_ring_without_room_for_each_rank_is_refused(tiny_params, project, monkeypatch):
     write_responses(2)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(DraftlineError, match="ahead_shards is 3, fewer than the 4 ranks"):
         dump(tiny_params(dump={"ahead_shards": 3}))
@@ -262,16 +283,192 @@ def test_a_full_disk_takes_over_what_is_there_and_makes_room_of_what_is_left_ove
     """Once all old files counted as room at once, so half a dump passed that could not end."""
     write_responses(6)
     dump(params)
-    monkeypatch.setattr(dump_module.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 0}))
+    monkeypatch.setattr("shutil.disk_usage", disk_with(0))
     (HIDDEN_STATES / "train" / "shard-00001.json").unlink()
     dump(params)  # its own remains make room for it
     kept = {path: path.read_bytes() for path in HIDDEN_STATES.rglob("*") if path.is_file()}
     (HIDDEN_STATES / "train" / "shard-00001.safetensors").unlink()
-    with pytest.raises(DraftlineError, match="of them are not there yet, and the disk has room for"):
+    with pytest.raises(DraftlineError, match=r"of them are not there yet, and the disk of .* has room for"):
         dump(params)
     assert {p: kept[p] for p in kept if p.exists()} == {
         p: p.read_bytes() for p in HIDDEN_STATES.rglob("*") if p.is_file()
     }
+
+
+class Begun(Exception):
+    """The dump has found that it has room, and is about to compute."""
+
+
+def begin(*_):
+    raise Begun
+
+
+def test_a_full_ring_is_gone_on_with_on_the_disk_that_was_large_enough_for_it(params, tiny_params, monkeypatch):
+    write_responses(16)
+    dump(params)
+    sidecars = sorted((HIDDEN_STATES / "train").glob("shard-*.json"))
+    tokens = [sum(read_json(path)["samples"]["tokens"]) for path in sidecars]
+    assert len(tokens) > 6
+    free_one("shard-00000")
+    for path in [*sidecars[4:5], *sidecars[6:]]:  # shards 1, 2 and 3 wait; 5 is left of a larger ring
+        path.unlink()
+        path.with_suffix(".safetensors").unlink()
+    online = tiny_params(dump={"batch_tokens": 24, "shard_tokens": 20, "ahead_shards": 3})
+    free = (3 * max(tokens) - sum(tokens[1:4])) * bytes_per_token(3, 64, "float32")
+    monkeypatch.setattr(dump_module, "open_engine", begin)
+    monkeypatch.setattr("shutil.disk_usage", disk_with(free))
+    with pytest.raises(Begun):
+        dump(online)
+    monkeypatch.setattr("shutil.disk_usage", disk_with(free - 1))
+    with pytest.raises(DraftlineError, match=r"of them are not there yet, and the disk of .* has room for"):
+        dump(online)
+
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@pytest.mark.skipif(
+    not SHARED_MEMORY.is_dir() or SHARED_MEMORY.stat().st_dev == Path(tempfile.gettempdir()).stat().st_dev,
+    reason="there is no second file system",
+)
+@pytest.mark.parametrize("full", ["the disk", "the RAM disk"])
+def test_a_ram_disk_for_one_split_has_room_of_its_own(params, monkeypatch, full):
+    write_responses(3)
+    dump(params)
+    train = HIDDEN_STATES / "train"
+    shutil.rmtree(train)
+    disk = HIDDEN_STATES.stat().st_dev
+
+    def usage(path):
+        return SimpleNamespace(free=0 if (Path(path).stat().st_dev == disk) == (full == "the disk") else 10**9)
+
+    monkeypatch.setattr("shutil.disk_usage", usage)
+    with tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as mounted:
+        train.symlink_to(mounted)
+        if full == "the disk":
+            assert dump(params)["train"]["taken_over"] == 0
+        else:
+            with pytest.raises(DraftlineError, match=f"the disk of {train} has room for 0.0 GB"):
+                dump(params)
+
+
+def test_ranks_close_a_split_one_after_the_other(params, monkeypatch):
+    write_responses(1)
+    dump(params)
+    both, met, locks = threading.Barrier(2), [], []
+
+    def close(*_):
+        with suppress(threading.BrokenBarrierError):
+            both.wait(2)
+            met.append(True)
+
+    real = fcntl.flock
+
+    def lock(file: int, operation: int) -> None:
+        locks.append((stat.S_ISREG(os.fstat(file).st_mode), fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE))
+        real(file, operation)
+
+    monkeypatch.setattr(dump_module, "close_split", close)
+    monkeypatch.setattr(fcntl, "flock", lock)
+    contract = target_contract(params.contract)
+    plan = SplitPlan.of("train", params, contract, Share(0, 1))
+    ranks = [threading.Thread(target=dump_module._close, args=(plan, params, contract, 1)) for _ in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    assert met == []
+    # NFS gives an exclusive lock on a file that is open for writing alone.
+    assert locks == [(True, os.O_RDWR)] * 2
+    assert not list(HIDDEN_STATES.glob("*.lock"))  # DVC's output holds states alone
+
+
+def test_a_longest_sample_is_told_to_the_engine_before_anything_is_computed(params, monkeypatch):
+    """Of those that are still to be computed by this rank."""
+    write_responses(6)
+    dump(params)
+    (HIDDEN_STATES / "train" / "shard-00000.json").unlink()
+    told = []
+    monkeypatch.setattr(dump_module, "open_engine", lambda *args: (told.append(args[2]), begin()))
+    with pytest.raises(Begun):
+        dump(params)
+    first = next(planned_shards.plan_shards("train", params, target_contract(params.contract)))
+    lengths = dict(zip(first.ids, (first.offsets[1:] - first.offsets[:-1]).tolist(), strict=True))
+    assert told == [max((tokens, name) for name, tokens in lengths.items())]
+
+
+@pytest.mark.parametrize("spoilt", ["{}", "[]", "null", "3", '{"plan_sha256": 1}', '{"plan'])
+def test_a_sidecar_that_is_none_makes_its_shard_dumped_again(params, spoilt):
+    write_responses(3)
+    dump(params)
+    sidecar = HIDDEN_STATES / "train" / "shard-00000.json"
+    whole = sidecar.read_bytes()
+    sidecar.write_text(spoilt)
+    assert not is_freed(HIDDEN_STATES / "train", "shard-00000", "plan")
+    sidecar.with_suffix(".freed").write_text(spoilt)
+    assert not is_freed(HIDDEN_STATES / "train", "shard-00000", "plan")
+    totals = dump(params)["train"]
+    assert totals["taken_over"] == totals["shards"] - 1
+    assert sidecar.read_bytes() == whole
+
+
+def test_files_of_other_names_stay(params):
+    write_responses(1)
+    train = HIDDEN_STATES / "train"
+    train.mkdir(parents=True)
+    others = [train / name for name in ("my-shard-notes.txt", "shard-00000.md", "shard-notes.json")]
+    for path in others:
+        path.write_text("mine")
+    old = [train / name for name in ("shard-00099.json", ".shard-00099.safetensors.partial", "shard-00098.freed")]
+    for path in old:
+        path.write_text("{}")
+    dump(params)
+    assert [path.exists() for path in others + old] == [True] * 3 + [False] * 3
+
+
+def test_a_folder_that_cannot_be_written_is_named_at_the_start(params):
+    write_responses(1)
+    HIDDEN_STATES.mkdir(parents=True)
+    (HIDDEN_STATES / "train").write_text("no folder")
+    with pytest.raises(DraftlineError, match=r"hidden_states/train: cannot be written: File exists\.$"):
+        dump(params)
+
+
+def test_ranks_of_one_host_do_not_all_spread_the_target_over_its_gpus(
+    project, tiny_params, tiny_model_folder, monkeypatch
+):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    spread = {"model": str(tiny_model_folder), "device_map": "auto"}
+    with pytest.raises(
+        DraftlineError,
+        match=r"target\.device_map is auto, .* each of the 2 ranks here would .* --nproc-per-node 1.*target\.device_map: null",
+    ):
+        dump(tiny_params(target=spread))
+    # A server has devices by its own flags.
+    with pytest.raises(DraftlineError, match=r"responses/heldout\.jsonl: not there"):
+        dump(tiny_params(target=spread, dump={"engine": "sglang"}))
+
+
+def test_a_server_that_a_killed_dump_left_is_gone_before_its_shards_are_looked_at(params, monkeypatch):
+    """With another engine, too: it would go on writing shards of its plan."""
+    write_responses(1)
+    server = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        record = record_path("states", 31202)
+        record.parent.mkdir(exist_ok=True)
+        left = session_processes(server.pid)
+        ServerRecord("states", 31202, boot_id(), Process(os.getpid(), 1), left).write(record)
+        running = []
+        real = dump_module.SplitPlan.of
+        monkeypatch.setattr(
+            dump_module.SplitPlan, "of", lambda *args: (running.append(session_processes(server.pid)), real(*args))[1]
+        )
+        dump(params)
+        assert len(left) == 1
+        assert running == [(), ()]
+    finally:
+        kill_session(server.pid)
+        server.wait()
 
 
 def test_a_target_that_is_spread_by_a_device_map_gives_the_same_states(

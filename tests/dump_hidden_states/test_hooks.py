@@ -1,5 +1,6 @@
 """What the hooks make of a forward pass, in the two forms that SGLang's layers have, and what they refuse."""
 
+import resource
 from types import SimpleNamespace
 
 import numpy as np
@@ -195,6 +196,21 @@ def test_what_went_wrong_in_a_thread_ends_the_server_at_its_next_pass(tmp_path):
     until((engine.spool / ERROR).exists)
     with pytest.raises(DraftlineError, match="rows of the batch are mixed up"):
         engine.run((2, 0, 3))
+
+
+def test_an_error_lies_in_the_spool_whole_or_not_at_all(tmp_path):
+    """The dump reads it as soon as it is there."""
+    engine = Engine(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # bytes of a file: writing breaks off within the sentence
+    try:
+        engine.run((0, 0, 4))
+        engine.settle()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in engine.spool.iterdir()] == ["train-shard-00000"]
+    with pytest.raises(OSError, match="File too large"):
+        engine.run((1, 0, 6))
 
 
 def test_cached_tokens_leave_the_shard_unfinished(tmp_path):

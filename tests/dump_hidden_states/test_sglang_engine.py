@@ -3,55 +3,38 @@
 from pathlib import Path
 
 import pytest
-import torch
 
 from tasks.common.errors import DraftlineError
-from tasks.common.hidden_states import Sample
-from tasks.common.parity import Agreement
 from tasks.common.server_session import port_is_free
-from tasks.common.shard import StoredShard
-from tasks.common.shard_layout import ShardPlan
-from tasks.common.target import load_model, target_contract
-from tasks.dump_hidden_states.capture import Capture
+from tasks.common.target import TARGET, target_contract
 from tasks.dump_hidden_states.engines import open_engine
-from tests.ports import free_port_pair
-
-LAYERS = tuple(range(7))  # every output that the contract allows of 8 layers
-CHUNK = 32
-# Below, at and beyond one chunk of prefill, and beyond two.
-LENGTHS = (1, 2, 5, 31, 32, 33, 50, 64, 65, 90, 7, 40)
+from tasks.dump_hidden_states.states_plan import require_fits
+from tasks.prepare_target.prepare import prepare_target
+from tests.dump_hidden_states.hooked_server import (
+    States,
+    alone_in_transformers,
+    assert_layers_differ,
+    assert_same,
+    dumped,
+    params_of,
+    random_sequences,
+    shard_of,
+)
 
 
 @pytest.fixture(scope="module")
 def params(tmp_path_factory, tiny_model_folder):
-    """Of a server that cuts prompts into chunks of 32 tokens; the current directory is its own."""
-    from tasks.common.params import Params
-    from tasks.common.target import TARGET
-    from tasks.prepare_target.prepare import prepare_target
-
+    """The current directory is its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("states"))
-        params = Params.model_validate(
-            {
-                "target": {"model": str(tiny_model_folder)},
-                "contract": {"aux_layer_ids": LAYERS},
-                "dump": {"engine": "sglang"},
-                "serve": {
-                    "port": free_port_pair(),
-                    "context_length": 128,
-                    "max_total_tokens": 2048,
-                    "extra_args": ["--chunked-prefill-size", str(CHUNK)],
-                },
-            }
-        )
+        params = params_of(tiny_model_folder)
         prepare_target(params.target, TARGET)
         yield params
 
 
 @pytest.fixture(scope="module")
 def sequences() -> list[list[int]]:
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, 320, (length,), generator=generator).tolist() for length in LENGTHS]
+    return random_sequences()
 
 
 @pytest.fixture(scope="module")
@@ -63,36 +46,8 @@ def compute(params):
 
 
 @pytest.fixture(scope="module")
-def alone(params, sequences) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What transformers computes of each sequence by itself."""
-    capture = Capture(load_model(params.target), LAYERS)
-    return [capture.run([sequence])[0] for sequence in sequences]
-
-
-def shard_of(sequences: list[list[int]], number: int = 0) -> ShardPlan:
-    rows = [(f"sample-{number}-{index}", ids, [1] * len(ids)) for index, ids in enumerate(sequences)]
-    return ShardPlan.of(f"shard-{number:05d}", f"plan-{number}", rows)
-
-
-def dumped(compute, folder: str, shards: list[ShardPlan]) -> list[Sample]:
-    path = Path(folder)
-    path.mkdir()
-    assert [shard.name for shard in compute(path, iter(shards))] == [shard.name for shard in shards]
-    samples = []
-    for shard in shards:
-        stored = StoredShard(path / f"{shard.name}.safetensors")
-        for index, name in enumerate(shard.ids):
-            start, end = shard.offsets[index : index + 2].tolist()
-            aux, last = stored.states(start, end)
-            samples.append(Sample(name, stored.input_ids[start:end], stored.loss_mask[start:end], aux, last))
-    return samples
-
-
-def assert_same(samples: list[Sample], expected: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    for sample, (aux, last) in zip(samples, expected, strict=True):
-        for slot in range(len(LAYERS)):
-            assert Agreement.of(sample.aux[:, slot], aux[:, slot]).relative_error < 1e-4, (sample.id, slot)
-        assert Agreement.of(sample.last, last).relative_error < 1e-4, sample.id
+def alone(params, sequences) -> States:
+    return alone_in_transformers(params, sequences)
 
 
 def test_states_are_transformers_at_every_layer_in_chunks_and_in_batches(compute, sequences, alone):
@@ -109,13 +64,18 @@ def test_many_shards_are_in_flight_and_each_gets_its_own_rows(compute, sequences
     assert_same(dumped(compute, "flight", shards), alone)
 
 
-def test_the_wrong_layer_is_nowhere_near(compute, sequences, alone):
-    """The limits above tell layers apart."""
-    aux, _ = alone[9]
-    for slot in range(len(LAYERS) - 1):
-        assert Agreement.of(aux[:, slot + 1], aux[:, slot]).relative_error > 0.01
+def test_the_wrong_layer_is_nowhere_near(alone):
+    assert_layers_differ(alone)
 
 
-def test_a_sequence_that_the_server_cannot_take_is_named_before_it_is_sent(compute):
-    with pytest.raises(DraftlineError, match=r"sample-0-0 has 128 tokens.*takes 127 and answers one"):
-        dumped(compute, "long", [shard_of([[5] * 128])])
+def test_the_longest_sequence_that_the_server_says_it_takes_is_dumped_and_the_next_one_is_refused(compute):
+    info = compute.server.server_info()
+    most = info["max_req_input_len"] - 1
+    assert 100 < most < 128
+    require_fits(info, most, "sample")
+    [sample] = dumped(compute, "longest", [shard_of([[5] * most])])
+    assert sample.num_tokens == most
+    with pytest.raises(DraftlineError, match="takes"):
+        require_fits(info, most + 1, "sample")
+    with pytest.raises(DraftlineError, match="exceeds the maximum allowed length"):
+        compute.server.prefill([[5] * (most + 1)], ["too long"])

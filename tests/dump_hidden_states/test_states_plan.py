@@ -14,7 +14,8 @@ from tasks.common.shard_layout import ShardPlan
 from tasks.common.target import target_contract
 from tasks.dump_hidden_states.engines import on_this_gpu
 from tasks.dump_hidden_states.sglang_engine import HookedServer
-from tasks.dump_hidden_states.states_plan import require_hooks, states_plan
+from tasks.dump_hidden_states.spool import ERROR
+from tasks.dump_hidden_states.states_plan import require_fits, require_hooks, states_plan
 
 
 @pytest.fixture
@@ -42,6 +43,18 @@ def test_hooks_name_each_aux_layer_and_the_decoder(make_plan):
         ("--pipeline-par=2", "no rank sees all layers"),
         ("--enable-mixed", "decoding requests stand between"),
         ("--enable-two-batch-overlap", "two halves"),
+        ("--enable-single-batch-overlap", "beside each other"),
+        ("--enable-pdmux", "split by layers"),
+        ("--disaggregation-mode=prefill", "servers of their own"),
+        ("--nnodes", "files of one host"),
+        ("--attn-cp-size", "spread over ranks"),
+        ("--attention-context-parallel-size", "spread over ranks"),
+        ("--moe-dp-size", "spread over ranks"),
+        ("--moe-data-parallel-size", "spread over ranks"),
+        ("--allow-auto", "lose its end"),
+        ("--config", "cannot be checked"),
+        ("--forward-hooks", "the dump's own"),
+        ("--cuda-graph-backend-prefill", "a graph is replayed"),
     ],
 )
 def test_what_hooks_cannot_work_with_is_refused_by_its_beginning_too(make_plan, word, reason):
@@ -49,6 +62,23 @@ def test_what_hooks_cannot_work_with_is_refused_by_its_beginning_too(make_plan, 
         DraftlineError, match=f"extra_args holds {word.partition('=')[0]}, with which states .*{reason}"
     ):
         make_plan(word, "2")
+
+
+@pytest.mark.parametrize("words", [("--load-format", "dummy"), ("--load-form=dummy",)])
+def test_random_weights_are_refused_and_other_ways_to_load_are_not(make_plan, words):
+    with pytest.raises(DraftlineError, match="--load-format dummy: states of random weights"):
+        make_plan(*words)
+    assert make_plan("--load-format", "safetensors", "--served-model-name", "dummy")
+
+
+def test_a_sample_that_the_server_cannot_take_is_named():
+    """SGLang refuses what is as long as its limit."""
+    info = {"max_req_input_len": 122, "context_length": 128, "max_total_num_tokens": 2048}
+    require_fits(info, 121, "train-7")
+    with pytest.raises(
+        DraftlineError, match=r"sample train-7 has 122 tokens.*context_length 128 with 2048 tokens of cache takes 121\."
+    ):
+        require_fits(info, 122, "train-7")
 
 
 def test_other_flags_pass(make_plan):
@@ -96,7 +126,7 @@ def test_a_server_that_dies_while_the_ring_is_full_ends_the_dump(tmp_path, spool
     def refuse(*_):
         raise DraftlineError("no answer")
 
-    compute = HookedServer(SimpleNamespace(prefill=refuse), spool, 128)
+    compute = HookedServer(SimpleNamespace(prefill=refuse), spool)
     with pytest.raises(DraftlineError, match="no answer"):
         list(compute(tmp_path, bounded(tmp_path, shards(4), 2, patience_s=60)))
 
@@ -107,7 +137,18 @@ def test_a_server_that_dies_after_it_has_answered_ends_the_dump(tmp_path, spool)
 
     server = SimpleNamespace(prefill=lambda *_: None, require_alive=dead)
     with pytest.raises(DraftlineError, match="the states server died"):
-        list(HookedServer(server, spool, 128)(tmp_path, shards(1)))
+        list(HookedServer(server, spool)(tmp_path, shards(1)))
+
+
+def test_a_server_that_dies_of_what_its_hooks_say_is_not_asked_for_the_cause(tmp_path, spool):
+    def died(*_):
+        (spool / ERROR).write_text("DraftlineError: the disk is full.")
+        raise DraftlineError("no answer: Connection aborted")
+
+    with pytest.raises(
+        DraftlineError, match=r"shard-00000: the server's hooks failed: DraftlineError: the disk is full"
+    ):
+        list(HookedServer(SimpleNamespace(prefill=died), spool)(tmp_path, shards(1)))
 
 
 def test_a_shard_that_is_freed_before_it_is_seen_is_through(tmp_path, spool):
@@ -115,7 +156,7 @@ def test_a_shard_that_is_freed_before_it_is_seen_is_through(tmp_path, spool):
         (tmp_path / "shard-00000.freed").write_text('{"plan_sha256": "plan"}')
 
     server = SimpleNamespace(prefill=consumed_at_once, require_alive=lambda: time.sleep(0))
-    assert [shard.name for shard in HookedServer(server, spool, 128)(tmp_path, shards(1))] == ["shard-00000"]
+    assert [shard.name for shard in HookedServer(server, spool)(tmp_path, shards(1))] == ["shard-00000"]
 
 
 def test_hooks_that_match_no_module_are_found_before_the_first_shard(tmp_path, spool, monkeypatch):
@@ -123,4 +164,4 @@ def test_hooks_that_match_no_module_are_found_before_the_first_shard(tmp_path, s
     (tmp_path / "log").write_text("INFO\nNo modules matched hook spec 'slot 0, layer 1' patterns=['model.layers.1']\n")
     server = SimpleNamespace(prefill=lambda *_: None, require_alive=lambda: None, log=tmp_path / "log")
     with pytest.raises(DraftlineError, match=r"(?s)hooks do not write.*No modules matched hook spec 'slot 0, layer 1'"):
-        HookedServer(server, spool, 128).prove_hooks()
+        HookedServer(server, spool).prove_hooks()

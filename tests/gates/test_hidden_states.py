@@ -174,6 +174,81 @@ def test_a_shard_that_cannot_be_read_is_named_with_its_samples(run, judge, break
     assert verdict.samples("Every stored sample can be read") == expected
 
 
+@pytest.fixture
+def judge_float8(run, judge, params):
+    """Judge the run, dumped as float8, after `change(tensors)` of its first shard."""
+    dump(params.model_copy(update={"dump": params.dump.model_copy(update={"storage_dtype": "float8"})}))
+
+    def judge_changed(change):
+        save_file(change(load_file(SHARD)), SHARD)
+        return judge("hidden_states", dump={"storage_dtype": "float8"}, gates={"replay_samples": 8})
+
+    return judge_changed
+
+
+@pytest.mark.parametrize("scales", ["aux_scale", "last_scale"])
+def test_float8_without_its_scales_is_no_float8(judge_float8, scales):
+    verdict = judge_float8(lambda tensors: {name: tensor for name, tensor in tensors.items() if name != scales})
+    assert verdict.samples("States are stored as dump.storage_dtype") == sorted(names())
+    assert "float8_e4m3fn without scales" in verdict.error
+
+
+@pytest.mark.parametrize("name", ["aux", "last"])
+def test_both_states_are_stored_in_the_type_asked_for(run, judge, name):
+    tensors = load_file(SHARD)
+    save_file({**tensors, name: tensors[name].half()}, SHARD)
+    verdict = judge("hidden_states")
+    assert verdict.samples("States are stored as dump.storage_dtype") == sorted(names())
+    assert "float16 and float32" in verdict.error
+
+
+def cut_to_nothing(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:0]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("aux", cut_to_nothing, "aux is float8_e4m3fn [0, 3, 64]"),
+        ("input_ids", cut_to_nothing, "input_ids is int32 [0]"),
+        ("aux_scale", lambda t: t[:, :2].contiguous(), "aux_scale is float32 [{tokens}, 2]"),
+        ("aux_scale", lambda t: t.half(), "aux_scale is float16 [{tokens}, 3]"),
+        ("last_scale", lambda t: t[:, None].contiguous(), "last_scale is float32 [{tokens}, 1]"),
+        ("input_ids", lambda t: t[:, None].contiguous(), "input_ids is int32 [{tokens}, 1]"),
+        ("input_ids", lambda t: t.long(), "input_ids is int64 [{tokens}]"),
+        ("input_ids", lambda t: t[0].clone(), "input_ids is int32 []"),
+        ("loss_mask", lambda t: t.float(), "loss_mask is float32 [{tokens}]"),
+        ("sample_offsets", lambda t: t.int(), "sample_offsets is int32 [{samples}]"),
+        ("aux", lambda t: t.flatten(1), "aux is float8_e4m3fn [{tokens}, 192]"),
+        ("last", lambda t: t[:, None].contiguous(), "last is float8_e4m3fn [{tokens}, 1, 64]"),
+        ("last", lambda t: t.view(torch.uint8), "last is uint8 [{tokens}, 64]"),
+        ("last", lambda t: t[:, :32].contiguous(), "last is float8_e4m3fn [{tokens}, 32]"),
+    ],
+)
+def test_a_tensor_that_no_shard_has_is_named_with_what_was_expected(judge_float8, name, change, said):
+    sizes = {"tokens": sum(read_json(TRAIN / "shard-00000.json")["samples"]["tokens"]), "samples": len(names()) + 1}
+    verdict = judge_float8(lambda tensors: {**tensors, name: change(tensors[name])})
+    assert verdict.samples("Every shard can be read") == ["train/shard-00000"]
+    assert verdict.samples("Every stored sample can be read") == sorted(names())
+    assert f"cannot be read: {said.format(**sizes)}, expected " in verdict.error
+
+
+@pytest.mark.parametrize("name", ["sample_offsets", "input_ids", "loss_mask", "aux", "last"])
+def test_a_shard_that_lacks_a_tensor_cannot_be_read(run, judge, name):
+    save_file({other: tensor for other, tensor in load_file(SHARD).items() if other != name}, SHARD)
+    verdict = judge("hidden_states")
+    assert verdict.samples("Every shard can be read") == ["train/shard-00000"]
+    assert f"cannot be read: '{name}'" in verdict.error
+
+
+def test_states_of_another_width_are_named_though_their_slots_make_up_for_it(run, judge):
+    tensors = load_file(SHARD)
+    halves = {"aux": tensors["aux"].unflatten(-1, (2, 32)).flatten(1, 2), "last": tensors["last"][:, :32].contiguous()}
+    save_file(tensors | halves, SHARD)
+    verdict = judge("hidden_states", gates={"replay_samples": 8})
+    assert verdict.samples("The last state is as wide as the target") == sorted(names())
+
+
 def test_an_answer_without_states_is_named(run, judge):
     manifest = read_json(TRAIN / "manifest.json")
     lost = sorted(names(manifest["shards"].pop()["name"]))

@@ -6,7 +6,7 @@ import torch
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
-from tasks.common.hidden_states import Sample
+from tasks.common.hidden_states import HiddenStates, Sample
 from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.data import BatchStream, DraftData, Share, pack
 from tests.stored import write_split
@@ -142,6 +142,15 @@ def test_batches_are_the_numbers_that_are_stored(tmp_path, storage_dtype, worker
     assert batch.samples.aux.dtype == torch.float32
     assert torch.equal(batch.samples.aux, torch.cat([sample.aux for sample in samples]).flatten(1).float())
     assert torch.equal(batch.samples.last, torch.cat([sample.last for sample in samples]).float())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_shard_that_cannot_be_read_is_its_sentence_whoever_reads(tmp_path, workers):
+    data = make_data(tmp_path, [5, 9, 12, 30])
+    data.states = HiddenStates(tmp_path)  # no shard is open
+    (tmp_path / "shard-00001.safetensors").write_bytes(b"short")
+    with pytest.raises(DraftlineError, match=r"^\S+shard-00001.safetensors: cannot be read \(sample s\d\): [^\n]+$"):
+        list(zip(range(4), BatchStream(data, seed=0, workers=workers), strict=False))
 
 
 def test_a_position_of_another_order_is_refused(tmp_path):

@@ -65,6 +65,7 @@ def tied_folder(tmp_path, tiny_model_folder):
     del tensors["lm_head.weight"]
     (tmp_path / "tied").mkdir()
     save_file(tensors, tmp_path / "tied" / "model.safetensors")
+    write_json(tmp_path / "tied" / "config.json", {"model_type": "llama"})
     return tmp_path / "tied", tensors["model.embed_tokens.weight"]
 
 
@@ -78,6 +79,7 @@ def sharded_folder(tmp_path, tiny_model_folder):
         save_file({name: tensors[name] for name in part}, folder / file)
     index = {name: file for file, part in halves.items() for name in part}
     write_json(folder / "model.safetensors.index.json", {"weight_map": index})
+    write_json(folder / "config.json", {"model_type": "llama"})
     return folder, tensors["lm_head.weight"]
 
 
@@ -130,3 +132,21 @@ def test_a_tied_and_a_sharded_target_can_be_read(shape, tmp_path, tiny_model_fol
     draft = new_draft(shape, weights)
     initialise(draft, VOCAB_MAP, 0, shape, weights, lambda: training_states(states))
     assert torch.equal(draft.lm_head.weight, head[3:103:2])
+
+
+@pytest.mark.parametrize(
+    ("family", "norm_before_mlp", "stored_less"),
+    [("llama", "post_attention", 0), ("qwen3_next", "post_attention", 1), ("gemma3_text", "pre_feedforward", 1)],
+)
+def test_the_norm_before_the_mlp_multiplies_by_what_the_targets_does(
+    shape, tmp_path, tiny_model_folder, states, family, norm_before_mlp, stored_less
+):
+    tensors = load_file(tiny_model_folder / "model.safetensors")
+    multiplies_by = torch.rand(64) + 0.5
+    tensors[f"model.layers.7.{norm_before_mlp}_layernorm.weight"] = multiplies_by - stored_less
+    save_file(tensors, tmp_path / "model.safetensors")
+    write_json(tmp_path / "config.json", {"model_type": family})
+    weights = TargetWeights(tmp_path)
+    draft = new_draft(shape, weights)
+    initialise(draft, VOCAB_MAP, 0, shape, weights, lambda: training_states(states))
+    assert torch.allclose(draft.midlayer.post_attention_layernorm.weight, multiplies_by)

@@ -1,6 +1,8 @@
 """Training beside the dump: the states come and go, and the draft learns from every one of them."""
 
 import multiprocessing
+import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -12,6 +14,7 @@ from tasks.common.files import ARTIFACTS, write_jsonl
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.planned_shards import plan_shards
 from tasks.common.responses import RESPONSES, Response
+from tasks.common.ring import consume
 from tasks.common.target import TargetShape, load_config, load_model, model_folder, target_contract
 from tasks.common.target_weights import TargetWeights
 from tasks.dump_hidden_states.dump import dump
@@ -23,6 +26,7 @@ from tasks.train_draft.processes import Processes
 from tasks.train_draft.target_head import TargetHead, cache_target_argmax
 from tests.flows.processes import until
 from tests.train_draft.conftest import in_processes
+from tests.stored import close_again, copy_of, write_shard
 
 DRAFT, TRAIN = ARTIFACTS / "draft", HIDDEN_STATES / "train"
 SETTINGS = {
@@ -160,6 +164,67 @@ def test_a_second_epoch_waits_for_another_dump(make_params, capsys, tmp_path):
     assert "waiting for epoch 1: start the dump again" in capsys.readouterr().out
 
 
+def shards(suffix: str) -> list[str]:
+    return sorted(path.stem for path in TRAIN.glob(f"shard-*.{suffix}"))
+
+
+def test_a_trainer_that_is_killed_goes_on_from_its_checkpoint_with_what_is_not_freed(make_params, dumping):
+    params = make_params(2)
+
+    def train_and_die() -> None:
+        torch.set_num_threads(1)
+        for step in prepare_training(params, DRAFT, RingSource)[0].steps():
+            if step.step == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    killed = multiprocessing.get_context("fork").Process(target=train_and_die)
+    killed.start()
+    killed.join(60)
+    assert killed.exitcode == -signal.SIGKILL
+    freed = shards("freed")
+    assert freed
+    trainer, facts = prepare_training(params, DRAFT, RingSource)
+    assert shards("freed") == freed
+    assert [step.step for step in trainer.steps()] == [5, 6, 7, 8]
+    assert shards("freed")[: len(freed)] == freed
+    assert len(shards("freed")) > len(freed)
+    assert [point["step"] for point in write_result(trainer, DRAFT, facts)["curve"]] == [4, 8]
+
+
+def test_a_shard_whose_reader_died_while_it_freed_it_is_not_read_again(make_params):
+    """It is marked first, then removed."""
+    params = make_params(99)
+    dump(params)
+    (TRAIN / "shard-00000.json").rename(TRAIN / "shard-00000.freed")
+    first, later = list(plan_shards("train", params, target_contract(params.contract)))[:2]
+    plan, _ = next(consume(TRAIN, [first, later], lambda folder, plan: None))
+    assert plan.name == "shard-00001"
+    assert "shard-00000" not in shards("safetensors")
+
+
+def test_a_trainer_that_died_at_the_end_of_an_epoch_goes_on_in_the_next(make_params):
+    """All is freed and not yet forgotten; the checkpoint is of the epoch that is over."""
+    params = make_params(99)
+    dump(params)
+    for step in prepare_training(params, DRAFT, RingSource)[0].steps():
+        if step.step == 4:
+            break
+    for name in shards("safetensors"):
+        (TRAIN / f"{name}.json").rename(TRAIN / f"{name}.freed")
+        (TRAIN / f"{name}.safetensors").unlink()
+
+    def dump_once_forgotten():
+        if not shards("freed"):
+            dump(params)
+        return plan_shards("train", params, source.contract)
+
+    source = RingSource(params)
+    source._stream._plans = dump_once_forgotten
+    trainer, _ = prepare_training(params, DRAFT, lambda params: source)
+    assert trainer.step == 4
+    assert trainer.batches.epoch == 1
+
+
 def test_training_on_states_that_come_and_go_needs_the_other_command(make_params):
     with pytest.raises(DraftlineError, match=r"python -m tasks\.train_draft\.online"):
         prepare_training(make_params(2), DRAFT)
@@ -203,3 +268,46 @@ def test_an_epoch_without_a_supervised_position_is_an_error(make_params, tmp_pat
     form = BatchForm("cpu", torch.float32, 3, torch.arange(320), 64)
     with pytest.raises(DraftlineError, match=r"a whole epoch without a batch: no sample \(train-0, train-1, train-2"):
         next(iter(source.batches(head, tmp_path, form, Processes.alone(params))))
+def test_held_out_states_that_are_not_there_yet_are_waited_for_not_trained_without(make_params):
+    with pytest.raises(
+        DraftlineError, match=r"heldout: .* not there yet. Start the dump, `python -m tasks.dump_hidden"
+    ):
+        RingSource(make_params(2))
+
+
+def test_held_out_states_of_other_answers_are_not_trained_against(make_params):
+    dump(make_params(99))
+    answers = RESPONSES / "heldout.jsonl"
+    in_order = answers.read_text().splitlines(keepends=True)
+    for changed in (in_order[::-1], []):  # another shard; none, where the dump has one
+        answers.write_text("".join(changed))
+        with pytest.raises(DraftlineError, match=r"of these answers and this params.yaml are not there yet"):
+            RingSource(make_params(99))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "found"),
+    [
+        (lambda aux: aux * float("nan"), "Every state is finite"),
+        (lambda aux: aux.flip(1), "it is the output of layer 4"),
+    ],
+)
+def test_held_out_states_pass_the_gate_before_anything_is_trained(make_params, spoil, found):
+    dump(make_params(99))
+    states = HiddenStates(HIDDEN_STATES / "heldout")
+    samples = [copy_of(states.read(index)) for index in range(len(states))]
+    plans = list(plan_shards("heldout", make_params(99), states.contract))
+    samples[-1] = replace(samples[-1], aux=spoil(samples[-1].aux))
+    write_shard(states.folder, plans[-1].name, [s for s in samples if s.id in plans[-1].ids], plans[-1].sha256)
+    close_again(states)
+    with pytest.raises(DraftlineError, match=rf"(?s)heldout/{plans[-1].name}: .*{found}"):
+        RingSource(make_params(99))
+
+
+@pytest.mark.parametrize("ahead_shards", [None, 2])
+def test_states_that_stay_are_not_freed(make_params, ahead_shards):
+    dump(make_params(None))
+    held = sorted(path.name for path in TRAIN.iterdir())
+    with pytest.raises(DraftlineError, match="this would free each of its shards"):
+        RingSource(make_params(ahead_shards))
+    assert sorted(path.name for path in TRAIN.iterdir()) == held

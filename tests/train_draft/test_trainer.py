@@ -49,6 +49,13 @@ def test_another_learning_rate_starts_anew(params, tiny_params, capsys):
     assert "starting anew" in capsys.readouterr().out
 
 
+def test_a_run_goes_on_with_another_number_of_readers_and_other_checkpoints(params, tiny_params):
+    train(params, until=5)
+    changed = tiny_params(train_draft=SETTINGS | {"data_workers": 1, "checkpoint_every": 3})
+    assert params.train_draft.data_workers != 1
+    assert prepare_training(changed, DRAFT)[0].step == 4
+
+
 def test_checkpoint_of_another_vocabulary_map_is_refused(params):
     train(params, until=5)
     record = DRAFT / "checkpoints" / "step-00000004.json"

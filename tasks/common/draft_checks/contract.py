@@ -7,7 +7,7 @@ from tasks.common.check import Check, Expectation
 from tasks.common.draft_checks.subject import Subject, verdict_of
 from tasks.common.draft_form import NORM_FLAGS
 from tasks.common.draft_tensors import (
-    SAFETENSORS_TYPES,
+    DRAFT_DTYPES,
     aux_size,
     eagle_of,
     expected_shapes,
@@ -17,6 +17,7 @@ from tasks.common.draft_tensors import (
 )
 from tasks.common.errors import DraftlineError
 from tasks.common.sglang_versions import NEWEST, number
+from tasks.common.tensor_types import SAFETENSORS
 
 _EAGLE_CONFIG = '"eagle_config": {{"eagle_aux_hidden_state_layer_ids": {ids}, "use_aux_hidden_state": true}}'
 
@@ -229,13 +230,13 @@ def check_dtype(subject: Subject) -> Check:
         "torch_dtype, and every weight of that type",
         "The server casts weights to the config's type without a word; states of another type were trained on.",
     )
-    if dtype not in SAFETENSORS_TYPES:
+    if dtype not in DRAFT_DTYPES:
         return want.error(
-            f"torch_dtype is {dtype!r}, expected one of {', '.join(SAFETENSORS_TYPES)}.",
+            f"torch_dtype is {dtype!r}, expected one of {', '.join(DRAFT_DTYPES)}.",
             "Set torch_dtype to the type of the weights.",
         )
     stored = {draft.header(name).dtype for name in draft.stored if name not in ("d2t", "t2d")}
-    if len(stored) == 1 and stored != {SAFETENSORS_TYPES[dtype]}:
+    if len(stored) == 1 and stored != {SAFETENSORS[dtype]}:
         return want.warning(
             f"torch_dtype is {dtype}, every weight is {next(iter(stored))}: the server rounds them on loading.",
             "Set torch_dtype to the type of the weights, if the draft was trained in it.",
@@ -243,7 +244,7 @@ def check_dtype(subject: Subject) -> Check:
     others = [
         f"tensor {name} is {draft.header(name)}."
         for name in draft.stored
-        if name not in ("d2t", "t2d") and draft.header(name).dtype != SAFETENSORS_TYPES[dtype]
+        if name not in ("d2t", "t2d") and draft.header(name).dtype != SAFETENSORS[dtype]
     ]
     return verdict_of(want, others, f"Export again in one type, or set torch_dtype; now it says {dtype}.", dtype)
 

@@ -1,0 +1,68 @@
+"""What is asked of a server over HTTP: a stand-in takes the request and gives the answer of a server that went wrong."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from tasks.common.errors import DraftlineError
+from tasks.common.sglang_client import SGLangClient
+
+DONE = {"finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 3, "cached_tokens": 0}
+
+
+@pytest.fixture
+def prefill():
+    """`prefill(meta, ...)`: prefill a request for each of these `meta_info`, which answer them; returns what was asked."""
+    servers = []
+
+    def run(*metas: dict) -> dict:
+        asked = []
+
+        class Answers(BaseHTTPRequestHandler):
+            def do_POST(self):
+                asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
+                answer = [{"meta_info": {"id": f"request-{n}"} | meta} for n, meta in enumerate(metas)]
+                self.send_response(200)
+                self.send_header("Content-Type", "application/json")
+                self.end_headers()
+                self.wfile.write(json.dumps(answer).encode())
+
+            def log_message(self, *_):
+                pass
+
+        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Answers))
+        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
+        client = SGLangClient(f"http://127.0.0.1:{servers[-1].server_port}")
+        client.prefill([[5, 6, 7]] * len(metas), [f"request-{n}" for n in range(len(metas))])
+        [(path, body)] = asked
+        assert path == "/generate"
+        return body
+
+    yield run
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def test_whole_sequences_are_asked_in_one_request_under_their_ids(prefill):
+    assert prefill(DONE, DONE) == {
+        "input_ids": [[5, 6, 7], [5, 6, 7]],
+        "rid": ["request-0", "request-1"],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+    }
+
+
+def test_tokens_that_were_found_in_the_prefix_cache_are_refused(prefill):
+    with pytest.raises(
+        DraftlineError,
+        match=r"2 of 3 tokens of request request-1 were found in the prefix cache.*--disable-radix-cache",
+    ):
+        prefill(DONE, DONE | {"cached_tokens": 2})
+
+
+def test_a_request_that_was_aborted_is_named_with_the_reason(prefill):
+    reason = {"type": "abort", "message": "Input is too long"}
+    with pytest.raises(DraftlineError, match=r"request request-1 was aborted: .*Input is too long"):
+        prefill(DONE, DONE | {"finish_reason": reason})
