@@ -30,6 +30,7 @@ from tasks.common.responses import RESPONSES, SPLITS, Response
 from tasks.common.shard import ShardWriter
 from tasks.common.shard_layout import ShardPlan
 from tasks.common.storage import StoredRows
+from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.data import BatchStream, DraftData
 
 _NUM_AUX = 3
@@ -124,7 +125,8 @@ def read_at_scale(args: argparse.Namespace) -> dict:
     states = HiddenStates(args.folder)
     opened_s = time.perf_counter() - began
     began = time.perf_counter()
-    data = DraftData(states, np.zeros(int(lengths.sum()), np.int32), 4096, "cpu")
+    form = BatchForm("cpu", torch.float32, 1, torch.zeros(_VOCAB, dtype=torch.int64), 4096)
+    data = DraftData(states, np.zeros(int(lengths.sum()), np.int32), 4096, form)
     prepared_s = time.perf_counter() - began
     began = time.perf_counter()
     batches = data.epoch(0, 0)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from tasks.common.kernels import Kernel, compiles_on
+from tasks.common.kernels import compiles_on
 from tasks.common.packing import PackedSamples, TttInputs
 from tasks.common.rows import round_up
 from tasks.train_draft.target_head import RestrictedHead
@@ -119,15 +119,13 @@ class _SoftCrossEntropy(torch.autograd.Function):
             logits = F.linear(x, head).view(-1, num_steps, len(head))
             wanted = target.logits(last.index_select(0, lessons.sources[chunk]))
             counts = (learners < nowhere).view(-1, num_steps)
-            losses, correct, d_logits = _of_chunk(
-                logits, wanted, lessons.labels[chunk], counts * step_weights, learning
-            )
+            losses, correct, d_logits = of_chunk(logits, wanted, lessons.labels[chunk], counts * step_weights, learning)
             totals += torch.where(counts, losses, 0).sum(0)
             right += (correct & counts).sum(0)
             if learning:
                 d_logits = d_logits.view(-1, len(head))
                 d_hidden.index_copy_(0, learners, d_logits @ head)
-                d_head += d_logits.T @ x
+                _add_product(d_head, d_logits.T, x)
         if learning:
             ctx.gradients = d_hidden[:nowhere], d_head
         ctx.mark_non_differentiable(totals, right)
@@ -140,13 +138,21 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return d_hidden.mul_(d_loss), d_head.mul_(d_loss), None, None, None, None
 
 
-@Kernel
-def _of_chunk(logits, wanted, labels, weights, learning: bool):
-    """Losses and hits of c sources, float32 and bool [c, K], and the gradient of the weighted losses to the logits.
+def of_chunk(
+    logits: torch.Tensor, wanted: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, learning: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Losses and hits of c sources, float32 and bool [c, K], and with `learning` the gradient of the weighted losses.
 
     Args:
-        logits: the draft's, [c, K, D]; wanted: the target's, [c, D].
+        logits: the draft's, [c, K, D]; the gradient may be written over them.
+        wanted: the target's, [c, D].
+        labels: of the target's argmax, int64 [c].
+        weights: of each loss, float32 [c, K].
     """
+    if logits.is_cuda:
+        from tasks.train_draft import loss_kernel  # Triton, which a CPU needs not have
+
+        return loss_kernel.of_chunk(logits, wanted, labels, weights, learning)
     z = logits.float()
     shares = wanted.float().softmax(-1)[:, None]
     log_sum = z.logsumexp(-1)
@@ -160,6 +166,14 @@ def _of_chunk(logits, wanted, labels, weights, learning: bool):
         return losses, correct, None
     d_logits = (z - log_sum[..., None]).exp_().sub_(shares).mul_(weights[..., None])
     return losses, correct, d_logits.to(logits.dtype)
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Add a @ b to a float32 total; on a GPU a product of shorter numbers is not rounded to their type first."""
+    if a.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def _chunks(num_sources: int, bytes_per_source: int, device: torch.device) -> Iterator[slice]:

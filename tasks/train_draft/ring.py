@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import Sample
 from tasks.common.ring import consume, forget_freed
 from tasks.common.shard import StoredShard

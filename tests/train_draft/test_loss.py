@@ -81,8 +81,8 @@ def test_without_gradient_the_same_sums_are_found_and_none_is_computed(monkeypat
     draft, step, _, batch_of = setup()
     batch = batch_of([make_sample("a", 3, 6)])
     _, expected = step(batch)
-    asked, real = [], loss._of_chunk
-    monkeypatch.setattr(loss, "_of_chunk", lambda *args: asked.append(args[-1]) or real(*args))
+    asked, real = [], loss.of_chunk
+    monkeypatch.setattr(loss, "of_chunk", lambda *args: asked.append(args[-1]) or real(*args))
     with torch.no_grad():
         found, sums = TttLoss(draft, step.module.head)(batch, batch.lessons.loss_positions)
     assert asked == [False]
@@ -93,5 +93,5 @@ def test_without_gradient_the_same_sums_are_found_and_none_is_computed(monkeypat
 def test_a_tie_below_float32_goes_to_the_first_token_as_an_argmax_does():
     logits = torch.tensor([[[0.0, 1.0, 1.0], [0.0, 1.0, 2.0]]] * 2, dtype=torch.bfloat16)
     weights = torch.ones(2, 2)
-    _, correct, _ = loss._of_chunk(logits, torch.zeros(2, 3), torch.tensor([1, 2]), weights, False)
+    _, correct, _ = loss.of_chunk(logits, torch.zeros(2, 3), torch.tensor([1, 2]), weights, False)
     assert correct.tolist() == [[True, False], [False, True]]
