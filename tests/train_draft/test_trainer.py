@@ -16,8 +16,17 @@ def test_two_runs_give_the_same_bytes(params):
     assert (DRAFT / "draft.safetensors").read_bytes() == first
 
 
-@pytest.mark.parametrize("killed_after", [1, 3, 5])
-def test_a_killed_run_resumes_to_the_same_bytes_and_the_same_curve(params, killed_after):
+@pytest.mark.parametrize(
+    ("device", "killed_after"),
+    [
+        ("cpu", 1),
+        ("cpu", 3),
+        ("cpu", 5),
+        pytest.param("cuda", 4, marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+    ],
+)
+def test_a_killed_run_resumes_to_the_same_bytes_and_the_same_curve(params, device, killed_after):
+    params = params.model_copy(update={"target": params.target.model_copy(update={"device": device})})
     report = train(params)
     whole = {path.name: path.read_bytes() for path in DRAFT.iterdir()}
     for path in DRAFT.iterdir():
