@@ -171,15 +171,22 @@ def write_states(states: RandomStates | TargetStates, folder: Path, features: Pa
         with ShardWriter(folder, plan, size.num_aux, size.hidden, "bfloat16") as shard:
             shard.write(0, StoredRows.of(sample.aux, sample.last, "bfloat16"))
         if features:
-            tensors = {
-                "input_ids": sample.input_ids.long(),
-                "loss_mask": sample.loss_mask.long(),
-                "hidden_state": sample.last[None],
-                "aux_hidden_state": sample.aux.flatten(1)[None],
-            }
-            torch.save(tensors, features / f"data_{number}.ckpt")
+            torch.save(specforge_feature(sample), features / f"data_{number}.ckpt")
     close_split(folder, size.contract(), "bfloat16", {"name": "measured", "version": None}, names)
     return HiddenStates(folder)
+
+
+def specforge_feature(sample: Sample) -> dict[str, torch.Tensor]:
+    """A sample as SpecForge 0.2.0 reads it: states in bfloat16, the last one behind the final norm.
+
+    Copied, since torch.save of a view writes all that it is a view of.
+    """
+    return {
+        "input_ids": sample.input_ids.long(),
+        "loss_mask": sample.loss_mask.long(),
+        "hidden_state": sample.last[None].to(torch.bfloat16, copy=True),
+        "aux_hidden_state": sample.aux.flatten(1)[None].to(torch.bfloat16, copy=True),
+    }
 
 
 def write_target(states: RandomStates | TargetStates, folder: Path) -> None:

@@ -25,30 +25,40 @@ _STEP = re.compile(r"^step (\d+): (\{.*\})$")
 
 def measure_specforge(size: Size, features: Path, target: Path, work: Path, backend: str, args) -> dict[str, Any]:
     """Figures over the steps behind the first `args.discard`, or why there are none."""
-    work.mkdir(parents=True)
     draft = llama_config(size, "LlamaForCausalLMEagle3", 1) | {"draft_vocab_size": size.draft_vocab}
+    training = {
+        "batch_size": size.per_step,
+        "max_steps": args.steps,
+        "num_epochs": 10_000,
+        "ttt_length": args.ttt_length,
+        "attention_backend": backend,
+        "learning_rate": args.learning_rate,
+        "lr_scheduler": "constant",
+        "max_grad_norm": 0.5,
+    }
+    data = {"hidden_states_path": str(features), "max_length": size.length}
+    found = train_specforge(work, draft, {"target_model_path": str(target)}, data, training, args.discard)
+    if "failed" not in found:
+        found["tokens_per_s"] = round(1e3 * size.step_tokens / found["ms_per_step"])
+    return found
+
+
+def train_specforge(
+    work: Path, draft: dict, model: dict, data: dict, training: dict, discard: int, log_interval: int = 10
+) -> dict[str, Any]:
+    """Train in `work`, checkpoints in `work`/output; figures over the steps behind the first `discard`, or why there are none.
+
+    Args:
+        draft: config.json of the draft, which becomes `work`/draft.json.
+        model, data, training: these sections of its run.yaml, without what follows from `work` and from one GPU.
+    """
+    work.mkdir(parents=True)
     write_json(work / "draft.json", draft)
     run = {
-        "model": {"target_model_path": str(target), "draft_model_config": str(work / "draft.json")},
-        "data": {
-            "hidden_states_path": str(features),
-            "max_length": size.length,
-            "cache_dir": str(work / "cache"),
-        },
-        "training": {
-            "strategy": "eagle3",
-            "batch_size": size.per_step,
-            "max_steps": args.steps,
-            "num_epochs": 10_000,
-            "ttt_length": args.ttt_length,
-            "attention_backend": backend,
-            "fsdp_sharding": "NO_SHARD",
-            "log_interval": 10,
-            "learning_rate": args.learning_rate,
-            "lr_scheduler": "constant",
-            "max_grad_norm": 0.5,
-        },
-        "run_id": size.name,
+        "model": {"draft_model_config": str(work / "draft.json")} | model,
+        "data": {"cache_dir": str(work / "cache")} | data,
+        "training": {"strategy": "eagle3", "fsdp_sharding": "NO_SHARD", "log_interval": log_interval} | training,
+        "run_id": "draft",
         "output_dir": str(work / "output"),
     }
     (work / "run.yaml").write_text(yaml.safe_dump(run))
@@ -66,13 +76,14 @@ def measure_specforge(size: Size, features: Path, target: Path, work: Path, back
         )
         for line in process.stdout:
             written.write(line)
+            written.flush()
             if match := _STEP.match(line.strip()):
                 values = ast.literal_eval(match[2])
                 points.append({"step": int(match[1]), "seconds": time.perf_counter() - began, **values})
-                if points[-1]["step"] == args.discard:
+                if points[-1]["step"] == discard:
                     started = time.perf_counter()
         process.wait()
-    counted = [point for point in points if point["step"] > args.discard]
+    backend, counted = training["attention_backend"], [point for point in points if point["step"] > discard]
     if not counted:
         tail = log.read_text().splitlines()[-12:]
         return {"backend": backend, "failed": process.returncode, "log": tail}
@@ -80,10 +91,9 @@ def measure_specforge(size: Size, features: Path, target: Path, work: Path, back
     waits = statistics.fmean(point["perf/data_wait_time_s"] for point in counted)
     return {
         "backend": backend,
-        "tokens_per_s": round(size.step_tokens / step_s),
         "ms_per_step": round(1e3 * step_s, 2),
         "peak_memory_gib": round(json.loads(peak.read_text()) / 2**30, 2) if peak.exists() else None,
-        "gpu_busy_by_driver": busy.since(started),
+        "gpu_busy_by_driver": busy.since(started or began),
         "host_waits_for_data": round(waits / step_s, 4),
         "seconds_to_step_10": round(points[0]["seconds"], 1),
         "exit_code": process.returncode,
