@@ -2,11 +2,13 @@
 
     python -m infra.gpu.measure_served_drafts answers --target /models/target --prompts /data/prompts --work /tmp/w
     python -m infra.gpu.measure_served_drafts train --work /tmp/w --what draftline --name draftline --learning-rate 1e-3
+    python -m infra.gpu.measure_served_drafts features --work /tmp/w
     python -m infra.gpu.measure_served_drafts train --work /tmp/w --what specforge --name specforge --learning-rate 1e-4
     python -m infra.gpu.measure_served_drafts serve --work /tmp/w --sets /data/sets
 
-`answers`: the target answers every prompt, greedily, with SGLang, whose hooks then write the states; what an earlier call
-has made is taken over. `train`: may be called several times, also at once, under other names and learning rates. `serve`:
+`answers`: the target answers every prompt, greedily, with SGLang, and its states are dumped; what an earlier call has made
+is taken over. `features`: the states as SpecForge reads them, as large again. `train`: may be called several times, also
+at once, under other names and learning rates. `serve`:
 acceptance length of every draft at 3/1/4 on each set and at 5/1/6 on GSM8K, with what was predicted and what training
 took. Prompts and sets are folders of JSONL files (infra/docs/prompts.md); a set's file gives it its name. SpecForge
 0.2.0 must be on PYTHONPATH. Nothing is fetched. On a CPU the same with `--device cpu --dtype float32` and fewer tokens.
@@ -20,7 +22,7 @@ from pathlib import Path
 import yaml
 
 from infra.gpu.served_acceptance import SERVED, read_trained, serve_all, table
-from infra.gpu.served_answers import ANSWERS, make_answers
+from infra.gpu.served_answers import FEATURES, make_answers, make_features
 from infra.gpu.served_training import EXPORTS, TRAINED, predicted, train_draftline, train_with_specforge
 from tasks.common.files import read_json, write_atomically, write_json
 from tasks.common.params import PARAMS, Params, load_params
@@ -30,10 +32,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = parser.add_subparsers(required=True)
     _answers_arguments(parts.add_parser("answers"))
+    _features_arguments(parts.add_parser("features"))
     _train_arguments(parts.add_parser("train"))
     _serve_arguments(parts.add_parser("serve"))
     args = parser.parse_args()
-    for name in ("target", "prompts", "sets", "features"):
+    for name in ("target", "prompts", "sets", "folder"):
         if getattr(args, name, None):
             setattr(args, name, getattr(args, name).absolute())
     args.work.mkdir(parents=True, exist_ok=True)
@@ -46,9 +49,6 @@ def _answers_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True, help="holds all that the parts hand on")
-    parser.add_argument(
-        "--features", type=Path, help="SpecForge's copy of the states, as large as they; in --work else"
-    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--max-train", type=int, help="prompts; all by default")
@@ -61,6 +61,12 @@ def _answers_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--extra-args", default="--attention-backend triton --sampling-backend pytorch", help="of SGLang"
     )
+
+
+def _features_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(run=_features)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, help="for the files; in --work by default")
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +101,7 @@ def _answers(args: argparse.Namespace) -> None:
                 "max_new_tokens": args.max_new_tokens,
                 "batch_size": args.running,
             },
-            "dump": {"engine": "sglang", "storage_dtype": args.dtype, "shard_tokens": 65_536},
+            "dump": {"storage_dtype": args.dtype, "batch_tokens": 32_768, "shard_tokens": 65_536},
             "train_draft": {"draft_vocab_size": args.draft_vocab_size, "ttt_length": args.ttt_length},
             "serve": {
                 "context_length": args.context_length,
@@ -108,7 +114,11 @@ def _answers(args: argparse.Namespace) -> None:
         }
     )
     write_atomically(PARAMS, yaml.safe_dump(params.model_dump(mode="json")).encode())
-    make_answers(params, args.features or Path("features").absolute())
+    make_answers(params)
+
+
+def _features(args: argparse.Namespace) -> None:
+    make_features(load_params(), args.folder or Path("features").absolute())
 
 
 def _train(args: argparse.Namespace) -> None:
@@ -116,7 +126,7 @@ def _train(args: argparse.Namespace) -> None:
     if args.what == "draftline":
         found = train_draftline(params, *common, args.evaluations)
     else:
-        found = train_with_specforge(params, *common, args.backend, Path(read_json(ANSWERS)["features"]))
+        found = train_with_specforge(params, *common, args.backend, Path(read_json(FEATURES)["folder"]))
     path = TRAINED / f"{args.name}.json"
     write_json(path, found)
     print(json.dumps({k: v for k, v in found.items() if k not in ("curve", "data", "log")}), flush=True)

@@ -22,27 +22,22 @@ from tasks.dump_hidden_states.dump import dump
 from tasks.prepare_target.prepare import prepare_target
 from tasks.regenerate_responses.regenerate import regenerate
 
-ANSWERS = Path("answers.json")
+ANSWERS, FEATURES = Path("answers.json"), Path("features.json")
 SPECFORGE_TARGET = Path("specforge_target")
 WANTED_TOKENS = 3_000_000
 _WRITERS = 8
 
 
-def make_answers(params: Params, features: Path) -> dict[str, Any]:
-    """Answers, states and SpecForge's features; what an earlier call has made is taken over.
-
-    Args:
-        features: SpecForge's folder, a file a sample; as large as the states.
-    """
-    seconds: dict[str, float] = {}
-    found: dict[str, Any] = {"features": str(features), "seconds": seconds}
+def make_answers(params: Params) -> dict[str, Any]:
+    """Answers and states; what an earlier call has made is taken over."""
+    found: dict[str, Any] = {"seconds": {}}
 
     def timed(name: str, work) -> Any:
         began = time.perf_counter()
         result = work()
-        seconds[name] = round(time.perf_counter() - began, 1)
+        found["seconds"][name] = round(time.perf_counter() - began, 1)
         write_json(ANSWERS, found)
-        print(f"{name}: {seconds[name]} s", flush=True)
+        print(f"{name}: {found['seconds'][name]} s", flush=True)
         return result
 
     timed("prepare_target", lambda: prepare_target(params.target, TARGET))
@@ -57,9 +52,16 @@ def make_answers(params: Params, features: Path) -> dict[str, Any]:
         flush=True,
     )
     found["states"] = timed("dump", lambda: dump(params))
-    timed("features", lambda: write_features(HiddenStates(HIDDEN_STATES / "train"), features))
-    timed("target for SpecForge", lambda: link_target(model_folder(params.target), SPECFORGE_TARGET))
+    write_json(ANSWERS, found)
     return found
+
+
+def make_features(params: Params, folder: Path) -> None:
+    """SpecForge's form of the states and of the target, a file a sample in `folder`."""
+    began = time.perf_counter()
+    write_features(HiddenStates(HIDDEN_STATES / "train"), folder)
+    link_target(model_folder(params.target), SPECFORGE_TARGET)
+    write_json(FEATURES, {"folder": str(folder), "seconds": round(time.perf_counter() - began, 1)})
 
 
 def write_features(states: HiddenStates, folder: Path) -> None:
@@ -78,7 +80,7 @@ def write_features(states: HiddenStates, folder: Path) -> None:
     if (free := shutil.disk_usage(folder.parent).free) < needed:
         raise DraftlineError(
             f"{folder}: SpecForge's features need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free there. Name a folder on "
-            f"another disk with --features; answers and states are kept."
+            f"another disk with --folder; answers and states are kept."
         )
     rows = partial / f"rows_0-{len(states)}"
     rows.mkdir(parents=True)

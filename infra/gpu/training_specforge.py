@@ -80,7 +80,7 @@ def train_specforge(
             if match := _STEP.match(line.strip()):
                 values = ast.literal_eval(match[2])
                 points.append({"step": int(match[1]), "seconds": time.perf_counter() - began, **values})
-                if points[-1]["step"] == discard:
+                if started is None and points[-1]["step"] >= discard:
                     started = time.perf_counter()
         process.wait()
     backend, counted = training["attention_backend"], [point for point in points if point["step"] > discard]

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from infra.gpu.served_acceptance import read_sets, table
-from infra.gpu.served_answers import link_target, make_answers, write_features
+from infra.gpu.served_answers import link_target, make_answers, make_features, write_features
 from infra.gpu.served_training import EXPORTS, TRAINED, predicted, train_draftline
 from tasks.common.errors import DraftlineError
 from tasks.common.files import write_json, write_jsonl
@@ -30,11 +30,12 @@ def params(project, tiny_params):
 
 
 @pytest.fixture
-def answers(params, project):
-    return make_answers(params, project / "features")
+def answers(params):
+    return make_answers(params)
 
 
-def test_features_are_the_states_and_no_file_holds_its_whole_shard(answers, project):
+def test_features_are_the_states_and_no_file_holds_its_whole_shard(answers, params, project):
+    make_features(params, project / "features")
     states = HiddenStates(HIDDEN_STATES / "train")
     files = sorted((project / "features").glob("rows_0-10/data_*.ckpt"))
     assert len(files) == len(states) == 10
@@ -50,7 +51,7 @@ def test_features_are_the_states_and_no_file_holds_its_whole_shard(answers, proj
 
 def test_features_that_do_not_fit_are_refused_before_one_is_written(answers, project, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 1000})())
-    with pytest.raises(DraftlineError, match="--features"):
+    with pytest.raises(DraftlineError, match="--folder"):
         write_features(HiddenStates(HIDDEN_STATES / "train"), project / "elsewhere" / "features")
     assert not list((project / "elsewhere").iterdir())
 
