@@ -59,6 +59,8 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
     parser.add_argument("--backends", nargs="*", default=["flex_attention"], help="SpecForge's; none skips it")
     args = parser.parse_args()
+    if args.steps <= args.discard:
+        parser.error(f"--steps {args.steps} leaves none to count: --discard is {args.discard}")
     args.work, out = args.work.absolute(), args.out.absolute()
     shutil.rmtree(args.work, ignore_errors=True)
     changes = {name: value for name in ("sequences", "per_step") if (value := getattr(args, name))}

@@ -88,17 +88,18 @@ def _bandwidth(device: str) -> float:
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
-    """Of one run, the mean over many after some to warm up."""
-    for _ in range(3):
-        run()
-    _wait(device)
-    began, count = time.perf_counter(), 0
-    while count < 5 or time.perf_counter() - began < _SECONDS:
-        for _ in range(5):
-            run()
-        count += 5
+    """Of one run, the mean over many that follow each other without a wait, after some to warm up."""
+
+    def mean(count: int) -> float:
         _wait(device)
-    return (time.perf_counter() - began) / count
+        began = time.perf_counter()
+        for _ in range(count):
+            run()
+        _wait(device)
+        return (time.perf_counter() - began) / count
+
+    mean(3)
+    return mean(max(5, int(_SECONDS / mean(5))))
 
 
 def _wait(device: str) -> None:

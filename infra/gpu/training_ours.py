@@ -35,7 +35,7 @@ _NO_KERNELS = ("Optimizer.", "##", "Torch-Compiled", "CompiledFunction", "Profil
 
 
 class Loop:
-    """A draft, its batches from disk, and the optimiser; the arithmetic and the loader of `tasks.train_draft`."""
+    """A draft, its batches from disk, and the optimiser; the arithmetic and the loader of `tasks.train_draft`, nothing read out."""
 
     def __init__(self, states: RandomStates | TargetStates, stored: HiddenStates, kind: type[TrainStep], args):
         size, device = states.size, args.device

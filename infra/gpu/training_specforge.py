@@ -95,7 +95,7 @@ def train_specforge(
         "peak_memory_gib": round(json.loads(peak.read_text()) / 2**30, 2) if peak.exists() else None,
         "gpu_busy_by_driver": busy.since(started or began),
         "host_waits_for_data": round(waits / step_s, 4),
-        "seconds_to_step_10": round(points[0]["seconds"], 1),
+        f"seconds_to_step_{points[0]['step']}": round(points[0]["seconds"], 1),
         "exit_code": process.returncode,
         "curve": [{k: _rounded(v) for k, v in p.items() if not k.startswith("perf/")} for p in points],
     }

@@ -20,20 +20,21 @@ def of_chunk(
     sources, num_steps, entries = logits.shape
     losses = torch.empty(sources, num_steps, dtype=torch.float32, device=logits.device)
     correct = torch.empty(sources, num_steps, dtype=torch.bool, device=logits.device)
-    _of_row[(sources * num_steps,)](
-        logits,
-        wanted,
-        _log_sum(wanted),
-        labels,
-        weights,
-        losses,
-        correct,
-        entries,
-        num_steps,
-        learning,
-        _BLOCK,
-        num_warps=_WARPS,
-    )
+    with torch.cuda.device_of(logits):  # Triton launches on the current GPU, whoever's the pointers are
+        _of_row[(sources * num_steps,)](
+            logits,
+            wanted,
+            _log_sum(wanted),
+            labels,
+            weights,
+            losses,
+            correct,
+            entries,
+            num_steps,
+            learning,
+            _BLOCK,
+            num_warps=_WARPS,
+        )
     return losses, correct, logits if learning else None
 
 

@@ -3,6 +3,8 @@
 import shutil
 from pathlib import Path
 
+import torch
+
 from tasks.common.contract import Contract
 from tasks.common.draft import Eagle3Draft
 from tasks.common.files import replacing, sha256_json, write_json
@@ -19,6 +21,8 @@ from tasks.train_draft.source import DumpedSource, OpenSource
 from tasks.train_draft.target_head import RestrictedHead, TargetHead, cache_target_argmax
 from tasks.train_draft.trainer import Trainer
 from tasks.train_draft.vocab_map import build_vocab_map, count_supervised_tokens, coverage
+
+_NOT_OF_THE_STEPS = {"data_workers", "checkpoint_every", "parallel", "recompute_activations", "dtype"}
 
 
 def prepare_training(
@@ -47,7 +51,7 @@ def prepare_training(
     head, dtype = TargetHead(weights, shape, contract.last_is_normed, device), settings.computed_in(device)
     form = BatchForm.of(vocab_map, device, dtype, settings.ttt_length, settings.batch_tokens)
     with processes.first_alone():
-        checkpoints = Checkpoints(folder / "checkpoints", _key(params, contract, known.identity, heldout))
+        checkpoints = Checkpoints(folder / "checkpoints", _key(params, dtype, contract, known.identity, heldout))
         if processes.is_first:
             for name in ("draft.safetensors", "draft.json"):  # of an earlier run: no result stands beside partial work
                 (folder / name).unlink(missing_ok=True)
@@ -110,11 +114,12 @@ def write_result(trainer: Trainer, folder: Path, facts: dict) -> dict:
     return {**summary, "heldout": best["heldout"], "data": facts, "curve": trainer.curve}
 
 
-def _key(params: Params, contract: Contract, train: list[str], heldout: HiddenStates) -> str:
-    """Names all that the steps depend on. How they are computed may change from one start to the next."""
+def _key(params: Params, dtype: torch.dtype, contract: Contract, train: list[str], heldout: HiddenStates) -> str:
+    """Names all that the steps depend on. How they are computed may change from one start to the next, not in what type."""
     return sha256_json(
         {
-            "train_draft": params.train_draft.model_dump(exclude={"data_workers", "checkpoint_every", "parallel"}),
+            "train_draft": params.train_draft.model_dump(exclude=_NOT_OF_THE_STEPS),
+            "dtype": str(dtype),
             "num_steps": params.serve.num_steps,
             "contract": contract.model_dump(),
             "shards": {"train": train, "heldout": [shard["checksum"] for shard in heldout.shards]},

@@ -87,10 +87,12 @@ class ReplayedStep(TrainStep):
     def _results(self, batch: Batch, positions: torch.Tensor) -> Results:
         if self._graphs is not None:
             try:
-                return self._of_shape(batch, positions)
+                results = self._of_shape(batch, positions)
             except RuntimeError as error:  # nothing was added to the gradients yet
                 reason = str(error).splitlines()[0]
                 print(f"CUDA graphs are given up, kernels are launched one by one from here on: {reason}", flush=True)
+            else:
+                return tuple(result.clone() for result in results)  # the next replay overwrites them
             self._graphs, self._recorded, self._inputs = None, {}, {}
             torch.cuda.empty_cache()
         return self._compute(batch, positions)
@@ -106,7 +108,7 @@ class ReplayedStep(TrainStep):
         self._recorded[shape] = replay  # the last in order
         if len(self._recorded) > _MOST_GRAPHS:
             del self._recorded[next(iter(self._recorded))]
-        return tuple(result.clone() for result in replay())
+        return replay()
 
     def _compute(self, batch: Batch, positions: torch.Tensor) -> Results:
         """Loss, and of each step its sum and the hits; gradients are added when all of them are there."""

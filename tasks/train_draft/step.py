@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from tasks.common.draft import Eagle3Draft
-from tasks.train_draft.data import Batch
+from tasks.train_draft.batch import Batch
 from tasks.train_draft.loss import STEP_WEIGHT, soft_cross_entropy
 from tasks.train_draft.target_head import RestrictedHead
 

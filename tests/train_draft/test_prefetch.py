@@ -3,8 +3,11 @@
 import threading
 
 import pytest
+import torch
 
-from tasks.train_draft.prefetch import ahead
+from tasks.train_draft.batch import BatchForm, StoredBatch
+from tasks.train_draft.prefetch import ahead, on_device
+from tests.reference import VOCAB, make_map, make_sample
 
 
 def test_items_come_in_order_and_end():
@@ -45,3 +48,21 @@ def test_who_stops_taking_leaves_no_thread_behind():
     next(endless)
     endless.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_what_is_copied_ahead_is_whole_when_a_gpu_that_is_behind_reads_it():
+    form = BatchForm.of(make_map(VOCAB), "cuda", torch.bfloat16, 3, 256)
+    stored = []
+    for number in range(12):
+        sample = make_sample(str(number), 20, 200)
+        stored.append(StoredBatch.of([(sample, None, None)], torch.zeros(sample.num_tokens), form))
+    found = []
+    for batch, number in on_device(zip(stored, range(12), strict=True), form):
+        torch.cuda._sleep(20_000_000)  # cycles: later batches are copied before this one is read
+        found.append((number, [batch.samples.aux.clone(), batch.samples.last.clone(), batch.lessons.learners.clone()]))
+        del batch
+    assert [number for number, _ in found] == list(range(12))
+    for number, tensors in found:
+        whole = stored[number].on("cuda", torch.bfloat16)
+        assert all(map(torch.equal, tensors, (whole.samples.aux, whole.samples.last, whole.lessons.learners)))

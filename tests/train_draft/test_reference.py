@@ -59,34 +59,50 @@ def random_masks(generator: random.Random, count: int) -> list[list[int]]:
     return masks
 
 
-@pytest.mark.parametrize("path", ["by sample", "tiles"], indirect=True)
-@pytest.mark.parametrize("chunk_bytes", [1 << 30, 1 << 12])
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_a_step_equals_the_reference_in_losses_and_gradients(path, number, chunk_bytes, monkeypatch):
-    monkeypatch.setitem(loss._CHUNK_BYTES, "cpu", chunk_bytes)
-    torch.manual_seed(number)
-    case = dict(CASES[number])
+def compare(seed: int, case: dict, tolerance: float, batch_tokens: int, device: str, dtype: torch.dtype) -> None:
+    """Assert that a step in `dtype` gives what the reference gives, relative to each loss and gradient."""
+    torch.manual_seed(seed)
+    case = dict(case)
     num_steps, target = case.pop("num_steps"), RandomTarget(case.pop("last_is_normed", True))
     draft = make_draft(**case)
     vocab_map = make_map(draft.config.draft_vocab_size)
-    masks = random_masks(random.Random(number), 4)
+    masks = random_masks(random.Random(seed), 4)
     samples = [sample_of(str(i), mask, draft.config.num_aux, draft.config.aux_size) for i, mask in enumerate(masks)]
     reference = Reference(draft)
     expected = reference_sums(reference, samples, target, vocab_map, num_steps)
     expected.weighted.backward()
 
-    step = TrainStep(draft, own_head(target, vocab_map))
-    found, sums = step(make_batch(samples, num_steps, target, vocab_map, batch_tokens=48))
+    step = TrainStep(draft.to(device), own_head(target, vocab_map, dtype, device))
+    batch = make_batch(samples, num_steps, target, vocab_map, batch_tokens, dtype, device)
+    found, sums = step(batch)
     assert sum(expected.loss_positions) > 0
-    torch.testing.assert_close(found.double(), expected.weighted.detach(), rtol=1e-5, atol=0)
-    torch.testing.assert_close(sums.loss.double(), torch.stack(expected.loss).detach(), rtol=1e-5, atol=1e-5)
-    for name in ("loss_positions", "supervised", "correct"):
+    torch.testing.assert_close(found.cpu().double(), expected.weighted.detach(), rtol=tolerance, atol=0)
+    expected_loss = torch.stack(expected.loss).detach()
+    torch.testing.assert_close(sums.loss.cpu().double(), expected_loss, rtol=tolerance, atol=tolerance)
+    exact = ("correct",) if dtype == torch.float32 else ()  # rounded logits have other largest ones
+    for name in ("loss_positions", "supervised", *exact):
         assert getattr(sums, name).tolist() == getattr(expected, name), name
     for name, parameter in draft.named_parameters():
         gradient = reference.w[name].grad
         assert parameter.grad.dtype == torch.float32
-        error = (parameter.grad.double() - gradient).norm() / gradient.norm()
-        assert error < 1e-5, name
+        error = (parameter.grad.cpu().double() - gradient).norm() / gradient.norm()
+        assert error < tolerance, name
+
+
+@pytest.mark.parametrize("path", ["by sample", "tiles"], indirect=True)
+@pytest.mark.parametrize("chunk_bytes", [1 << 30, 1 << 12])
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_a_step_equals_the_reference_in_losses_and_gradients(path, number, chunk_bytes, monkeypatch):
+    monkeypatch.setitem(loss._CHUNK_BYTES, "cpu", chunk_bytes)
+    compare(number, CASES[number], 1e-5, 48, "cpu", torch.float32)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("number", [1, 5])
+def test_what_a_gpu_compiles_equals_the_reference(number, dtype, tolerance, monkeypatch):
+    monkeypatch.setattr(loss, "_CHUNK_SOURCES", 64)  # several chunks
+    compare(number, CASES[number] | {"head_dim": 16}, tolerance, 128, "cuda", dtype)
 
 
 @pytest.mark.parametrize("path", ["tiles"], indirect=True)

@@ -58,9 +58,18 @@ def test_another_learning_rate_starts_anew(params, tiny_params, capsys):
     assert "starting anew" in capsys.readouterr().out
 
 
+def test_another_type_starts_anew_unless_it_is_only_spelled_out(params, tiny_params):
+    train(params, until=5)
+    in_type = {dtype: tiny_params(train_draft=SETTINGS | {"dtype": dtype}) for dtype in ("float32", "bfloat16")}
+    assert prepare_training(in_type["float32"], DRAFT)[0].step == 4
+    assert prepare_training(in_type["bfloat16"], DRAFT)[0].step == 0
+
+
 def test_a_run_goes_on_with_another_number_of_readers_and_other_checkpoints(params, tiny_params):
     train(params, until=5)
-    changed = tiny_params(train_draft=SETTINGS | {"data_workers": 1, "checkpoint_every": 3})
+    changed = tiny_params(
+        train_draft=SETTINGS | {"data_workers": 1, "checkpoint_every": 3, "recompute_activations": True}
+    )
     assert params.train_draft.data_workers != 1
     assert prepare_training(changed, DRAFT)[0].step == 4
 
