@@ -1,4 +1,4 @@
-"""A fixed tiny run whose losses are committed: whoever changes the arithmetic, the order of the data or the optimiser sees it.
+"""Fixed tiny runs whose losses and acceptance are committed: who changes arithmetic, order of the data or optimiser sees it.
 
 To renew golden_losses.json after a change that is meant to alter training, and say in the commit why it did:
 
@@ -13,7 +13,9 @@ import torch
 
 from tasks.common.files import ARTIFACTS, read_json, write_json, write_jsonl
 from tasks.common.responses import RESPONSES, Response
+from tasks.common.target import load_model
 from tasks.dump_hidden_states.dump import dump
+from tasks.train_draft.evaluation import Step
 from tasks.train_draft.prepare import prepare_training
 
 GOLDEN = Path(__file__).with_name("golden_losses.json")
@@ -29,7 +31,7 @@ SETTINGS = {
 
 
 def golden_run(params) -> dict:
-    """Loss and accuracy of every step, and what is predicted at the evaluations."""
+    """Loss and accuracy of every step, and what is measured at the evaluations."""
     generator = torch.Generator().manual_seed(11)
     for split, count in (("train", 40), ("heldout", 6)):
         rows = [
@@ -45,18 +47,39 @@ def golden_run(params) -> dict:
             for n in range(count)
         ]
         write_jsonl(RESPONSES / f"{split}.jsonl", (row.to_row() for row in rows))
-    dump(params)
-    trainer, _ = prepare_training(params, ARTIFACTS / "draft")
-    steps = list(trainer.steps())
+    steps = trained(params)
     return {
         "loss": [round(step.loss, 6) for step in steps],
         "accuracy_by_position": [[round(value, 6) for value in step.accuracy_by_position] for step in steps],
         "heldout_loss": [round(step.heldout.loss, 6) for step in steps if step.heldout],
+        "predicted_accept_length": [round(step.heldout.predicted_accept_length, 6) for step in steps if step.heldout],
     }
+
+
+def golden_acceptance(params) -> list[float]:
+    """Predicted acceptance length at the evaluations on answers that the target would give, and that were trained on."""
+    generator, target = torch.Generator().manual_seed(11), load_model(params.target)
+    prompts = [torch.randint(3, 60, (4 + n,), generator=generator) for n in range(6)]
+    answers = [target.generate(p[None], do_sample=False, max_new_tokens=16)[0, len(p) :] for p in prompts]
+    for split in ("train", "heldout"):
+        rows = [
+            Response(f"{split}-{n}", "chat", [], prompt.tolist(), answer.tolist(), "x", "length")
+            for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+        ]
+        write_jsonl(RESPONSES / f"{split}.jsonl", (row.to_row() for row in rows))
+    return [round(step.heldout.predicted_accept_length, 6) for step in trained(params) if step.heldout]
+
+
+def trained(params) -> list[Step]:
+    """Every step on the answers that were written."""
+    dump(params)
+    trainer, _ = prepare_training(params, ARTIFACTS / "draft")
+    return list(trainer.steps())
 
 
 def test_the_golden_run_is_reproduced(project, tiny_params):
     found = golden_run(tiny_params(train_draft=SETTINGS))
+    found["seen_predicted_accept_length"] = golden_acceptance(tiny_params(train_draft=SETTINGS))
     if os.environ.get("RENEW_GOLDEN"):
         write_json(GOLDEN, found)
     expected = read_json(GOLDEN)
@@ -65,3 +88,5 @@ def test_the_golden_run_is_reproduced(project, tiny_params):
     assert found["heldout_loss"] == pytest.approx(expected["heldout_loss"], rel=1e-4)
     for of_step, of_golden in zip(found["accuracy_by_position"], expected["accuracy_by_position"], strict=True):
         assert of_step == pytest.approx(of_golden, abs=0.02)  # a tie may fall the other way
+    for name in ("predicted_accept_length", "seen_predicted_accept_length"):
+        assert found[name] == pytest.approx(expected[name], abs=0.15), name
