@@ -4,7 +4,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -60,6 +60,14 @@ class Vitals:
     batches: tuple[BatchVitals, ...]
 
 
+@dataclass(frozen=True)
+class _Explosion:
+    """Where norms began to lie far above the usual, with the samples of all processes: the first one alone saves."""
+
+    step: int
+    samples: str
+
+
 class Health:
     """Looks at every step, in order; what it remembers travels with the checkpoint."""
 
@@ -74,7 +82,7 @@ class Health:
         self._max_steps = params.max_steps
         self._next_look = max(_FIRST_LOOK, 2 * params.warmup_steps)
         self._norms: deque[float] = deque(maxlen=_WINDOW)
-        self._exploding: list[Vitals] = []
+        self._exploding: _Explosion | None = None
         self._first: list[float] = []
         self._above = 0  # steps in a row
         self._losses: list[float] | None = []  # until they have moved
@@ -93,12 +101,21 @@ class Health:
 
     def state_dict(self) -> dict[str, Any]:
         """What the verdict on later steps depends on."""
-        return {"norms": list(self._norms), "first": self._first, "losses": self._losses, "next_look": self._next_look}
+        return {
+            "norms": list(self._norms),
+            "exploding": self._exploding and asdict(self._exploding),
+            "first": self._first,
+            "above": self._above,
+            "losses": self._losses,
+            "next_look": self._next_look,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with what `state_dict` gave."""
         self._norms = deque(state["norms"], maxlen=_WINDOW)
-        self._first, self._losses, self._next_look = state["first"], state["losses"], state["next_look"]
+        self._exploding = state["exploding"] and _Explosion(**state["exploding"])
+        self._first, self._above = state["first"], state["above"]
+        self._losses, self._next_look = state["losses"], state["next_look"]
 
     def _require_positions(self, vitals: Vitals) -> None:
         if not vitals.supervised:
@@ -127,16 +144,15 @@ class Health:
     def _require_no_explosion(self, vitals: Vitals) -> None:
         usual = statistics.median(self._norms) if len(self._norms) >= _MIN_NORMS else math.inf
         if vitals.gradient_norm <= _EXPLOSION * usual:
-            self._exploding.clear()
+            self._exploding = None
             self._norms.append(vitals.gradient_norm)
             return
-        self._exploding.append(vitals)
-        if len(self._exploding) == _EXPLODING_STEPS:
-            first = self._exploding[0]
+        first = self._exploding = self._exploding or _Explosion(vitals.step, self._samples(vitals))
+        if vitals.step - first.step + 1 == _EXPLODING_STEPS:
             raise SharedError(
                 f"step {vitals.step}: the norm of the gradient is {vitals.gradient_norm:.3g}, more than {_EXPLOSION:.0f} times the "
                 f"usual {usual:.3g} for {_EXPLODING_STEPS} steps in a row, since step {first.step} on samples "
-                f"{self._samples(first)}; the loss is {vitals.loss:.3g}. The draft diverges: lower train_draft.learning_rate or "
+                f"{first.samples}; the loss is {vitals.loss:.3g}. The draft diverges: lower train_draft.learning_rate or "
                 f"lengthen train_draft.warmup_steps, and look at the states of these samples."
             )
 

@@ -1,5 +1,6 @@
 """What stops a run, planted in real ones; and traces of sound runs, which nothing may stop."""
 
+import json
 import math
 import random
 
@@ -24,9 +25,19 @@ def vitals(step: int, loss: float = 2.0, norm: float = 1.0, supervised: int = 10
     return Vitals(step, loss, norm, supervised, loss_positions, batches)
 
 
-def examine(health: Health, losses, norms=None) -> None:
+def examine(watching: Health, losses, norms=None, resumed_after: int | None = None) -> None:
     for step, (loss, norm) in enumerate(zip(losses, norms or [1.0] * len(losses), strict=True), 1):
-        health.examine(vitals(step, loss, norm))
+        watching.examine(vitals(step, loss, norm))
+        if step == resumed_after:
+            watching = resumed(watching)
+
+
+def resumed(watching: Health) -> Health:
+    """What a new process makes of a checkpoint."""
+    state = json.loads(json.dumps(watching.state_dict()))  # of numbers and names alone
+    watching = health()
+    watching.load_state_dict(state)
+    return watching
 
 
 def noisy(level, spread: float = 0.02) -> list[float]:
@@ -59,39 +70,35 @@ def test_norms_of_sound_runs_stop_nothing():
     examine(health(), noisy(lambda step: 2 + 6 * math.exp(-step / 300)), norms)
 
 
-@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("resumed_after", [None, 70])
 @pytest.mark.parametrize("spread", [0.0001, 0.005, 0.02])
-def test_a_loss_that_stands_still_stops_the_run(resumed, spread):
-    losses, watching = noisy(lambda step: 8.0, spread), health()
-    examine(watching, losses[:70])
-    if resumed:
-        state, watching = watching.state_dict(), health()
-        watching.load_state_dict(state)
+def test_a_loss_that_stands_still_stops_the_run(resumed_after, spread):
     with pytest.raises(
         DraftlineError, match=r"step \d00: the loss does not move: [78]\..*entropy is 1.000.* a-\d00, b-\d00"
     ):
-        for step, loss in enumerate(losses[70:], 71):
-            watching.examine(vitals(step, loss))
+        examine(health(), noisy(lambda step: 8.0, spread), resumed_after=resumed_after)
 
 
 def test_a_standstill_is_not_called_before_warm_up_is_over():
     examine(health(warmup_steps=400), noisy(lambda step: 8.0, 0.0001)[:799])
 
 
-def test_norms_far_above_the_usual_for_several_steps_name_the_first():
+@pytest.mark.parametrize("resumed_after", [None, 20, 41, 44])
+def test_norms_far_above_the_usual_for_several_steps_name_the_first(resumed_after):
     norms = [1.0 + 0.1 * (step % 3) for step in range(40)] + [60.0, 80.0, 90.0, 200.0, 900.0]
     with pytest.raises(
         DraftlineError, match=r"step 45: .* 900, more than 50 times .* since step 41 on samples a-41, b-41"
     ):
-        examine(health(), [2.0 - step / 100 for step in range(45)], norms)
+        examine(health(), [2.0 - step / 100 for step in range(45)], norms, resumed_after)
 
 
-def test_a_loss_that_stays_far_above_its_start_stops_the_run():
+@pytest.mark.parametrize("resumed_after", [None, 3, 54, 70, 104])
+def test_a_loss_that_stays_far_above_its_start_stops_the_run(resumed_after):
     losses = [10.0] * 5 + [16.0] * 49 + [9.0] + [16.0] * 50
     with pytest.raises(
         DraftlineError, match=r"step 105: the loss is 16, and for 50 steps .* than 1.5 times the 10 .* a-105"
     ):
-        examine(health(), losses)
+        examine(health(), losses, resumed_after=resumed_after)
 
 
 @pytest.mark.parametrize("field", ["loss", "norm"])
