@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, replacing, sha256_file, sync_folder, write_json
 
@@ -30,6 +31,7 @@ class Checkpoints:
         """Open the checkpoints of the run `key`; those of another run are set aside with a printed line."""
         self.folder, self._aside = folder, folder.parent.with_name(f"{folder.parent.name}_set_aside")
         self._best_sha256: dict[int, str] = {}
+        self._whole: list[int] = []  # steps of checkpoints that were written or found whole here
         run = folder / "run.json"
         if folder.exists() and not (run.exists() and read_json(run)["key"] == key):
             self._set_aside()
@@ -50,7 +52,7 @@ class Checkpoints:
         self._best_sha256[step] = sha256_file(self.best(step))
 
     def save(self, step: int, state: dict) -> None:
-        """Write the state after `step`; keep the newest two, and the best draft that each of them knows.
+        """Write the state after `step`; keep the newest two that are known to be whole, and the best draft of each.
 
         Raises:
             DraftlineError: the disk is full; earlier checkpoints stay.
@@ -61,9 +63,11 @@ class Checkpoints:
         record = {"sha256": sha256_file(path), "vocab_map_sha256": state["vocab_map_sha256"], "best_step": best}
         write_json(path.with_suffix(".json"), record | {"best_sha256": self._best_sha256.get(best)})
         sync_folder(self.folder)
-        for old in self._steps()[:-_KEPT]:
-            self._path(old).with_suffix(".json").unlink(missing_ok=True)
-            self._path(old).unlink(missing_ok=True)
+        self._whole = [*(earlier for earlier in self._whole if earlier != step), step][-_KEPT:]
+        if len(self._whole) == _KEPT:
+            for other in set(self._steps()) - set(self._whole):
+                self._path(other).with_suffix(".json").unlink(missing_ok=True)
+                self._path(other).unlink(missing_ok=True)
         wanted = {self.best(best) for kept in self._steps() if (best := self._record(kept).get("best_step"))}
         for path in set(self.folder.glob("best-*.safetensors")) - wanted:
             path.unlink()
@@ -84,15 +88,28 @@ class Checkpoints:
                     f"{vocab_map_sha256[:12]}: the rows of the head would mean other tokens. Delete {self.folder} to "
                     f"train anew, or bring back the hidden states that it was trained on."
                 )
+            self._whole = [step]
             return step
         return None
 
-    def load(self, step: int) -> dict:
-        """The state that `newest` named."""
+    def load(self, step: int, contract: Contract) -> dict:
+        """The state that `newest` named.
+
+        Raises:
+            DraftlineError: it was trained under another contract than `contract`.
+        """
         record = self._record(step)
         if record["best_step"] is not None:
             self._best_sha256[record["best_step"]] = record["best_sha256"]
-        return torch.load(self._path(step), map_location="cpu", weights_only=True)
+        state = torch.load(self._path(step), map_location="cpu", weights_only=True)
+        theirs, ours = state["contract"], contract.model_dump(mode="json")
+        differing = [f"{key} {theirs.get(key)}, not {ours[key]}" for key in ours if theirs.get(key) != ours[key]]
+        if differing:
+            raise DraftlineError(
+                f"{self._path(step)}: trained under another contract than these hidden states: {'; '.join(differing)}. Delete "
+                f"{self.folder} to train anew, or bring back the hidden states that it was trained on."
+            )
+        return state
 
     def remove(self) -> None:
         """Delete the partial work, once the result stands."""

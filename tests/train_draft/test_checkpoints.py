@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.train_draft.checkpoints import Checkpoints
 
@@ -12,8 +13,25 @@ def folder(tmp_path):
     return tmp_path / "draft" / "checkpoints"
 
 
+CONTRACT = Contract(
+    architecture="LlamaForCausalLM",
+    num_layers=8,
+    hidden_size=4,
+    vocab_size=50,
+    aux_layer_ids=(1, 3),
+    last_is_normed=True,
+    target_sha256="t",
+    tokenizer_sha256="k",
+)
+
+
 def state(step: int, best_step: int | None = None) -> dict:
-    return {"weights": torch.full((50_000,), float(step)), "best_step": best_step, "vocab_map_sha256": "v"}
+    return {
+        "weights": torch.full((50_000,), float(step)),
+        "best_step": best_step,
+        "vocab_map_sha256": "v",
+        "contract": CONTRACT.model_dump(mode="json"),
+    }
 
 
 def save(checkpoints: Checkpoints, *steps: int, best_step: int | None = None) -> None:
@@ -25,7 +43,7 @@ def newest(folder, key: str = "k" * 64) -> float | None:
     """The step whose state is found by a new process."""
     checkpoints = Checkpoints(folder, key)
     step = checkpoints.newest("v")
-    return None if step is None else checkpoints.load(step)["weights"][0].item()
+    return None if step is None else checkpoints.load(step, CONTRACT)["weights"][0].item()
 
 
 def test_the_newest_two_are_kept(folder):
@@ -34,6 +52,34 @@ def test_the_newest_two_are_kept(folder):
     assert newest(folder) == 4
     names = sorted(path.name for path in folder.iterdir())
     assert names == ["run.json", "step-00000003.json", "step-00000003.pt", "step-00000004.json", "step-00000004.pt"]
+
+
+def test_one_without_a_record_takes_no_place_among_the_two(folder):
+    save(Checkpoints(folder, "k" * 64), 1, 2)
+    (folder / "step-00000003.pt").write_bytes(b"its writer died before the record")
+    again = Checkpoints(folder, "k" * 64)
+    assert again.newest("v") == 2
+    save(again, 4)
+    assert sorted(path.name for path in folder.glob("*.pt")) == ["step-00000002.pt", "step-00000004.pt"]
+    cut_off(folder / "step-00000004.pt")
+    assert newest(folder) == 2
+
+
+def test_a_checkpoint_that_is_written_again_counts_once(folder):
+    checkpoints = Checkpoints(folder, "k" * 64)
+    save(checkpoints, 1, 2, 2)
+    cut_off(folder / "step-00000002.pt")
+    assert newest(folder) == 1
+
+
+def test_nothing_is_removed_until_two_are_known_to_be_whole(folder):
+    save(Checkpoints(folder, "k" * 64), 1, 2)
+    for name in ("step-00000001.pt", "step-00000002.pt"):
+        cut_off(folder / name)
+    again = Checkpoints(folder, "k" * 64)
+    assert again.newest("v") is None
+    save(again, 1)
+    assert newest(folder) == 1
 
 
 def cut_off(path):
@@ -72,7 +118,7 @@ def test_a_best_draft_is_known_again_after_a_new_start(folder):
     checkpoints.save_best(1, {"w": torch.zeros(1000)})
     save(checkpoints, 2, best_step=1)
     again = Checkpoints(folder, "k" * 64)
-    again.load(again.newest("v"))
+    again.load(again.newest("v"), CONTRACT)
     save(again, 3, 4, 5, best_step=1)
     assert newest(folder) == 5
 
@@ -119,3 +165,13 @@ def test_another_vocabulary_map_is_refused(folder):
         DraftlineError, match=r"vocabulary map v, this run's is w: the rows of the head would mean other"
     ):
         checkpoints.newest("w")
+
+
+def test_another_contract_is_refused(folder):
+    checkpoints = Checkpoints(folder, "k" * 64)
+    save(checkpoints, 1)
+    other = CONTRACT.model_copy(update={"aux_layer_ids": (1, 4)})
+    with pytest.raises(
+        DraftlineError, match=r"step-00000001.pt: trained under .* aux_layer_ids \[1, 3\], not \[1, 4\]\. Delete"
+    ):
+        checkpoints.load(1, other)
