@@ -1,5 +1,6 @@
 """How many tokens of a batch the GPU holds, from what batches really took."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tasks.common.errors import DraftlineError
+from tasks.common.params import TrainDraft
 from tasks.train_draft.batch import Batch
 from tasks.train_draft.data import DraftData
 
@@ -79,15 +81,19 @@ def held_bytes(module: nn.Module) -> int:
     return sum(shard.nbytes for shard in shards)
 
 
-def out_of_memory(step: int, batch: Batch | None, batch_tokens: int, fitting: int | None, peak: int) -> DraftlineError:
+def out_of_memory(
+    step: int, batch: Batch | None, params: TrainDraft, processes: int, fitting: int | None, peak: int
+) -> DraftlineError:
     """The error for a batch that did not fit.
 
     Args:
         batch: None if there was no room for the next one beside the one that is computed.
+        processes: that share the batches of a step.
         fitting: tokens that fit by what was measured (`MemoryByTokens.fitting_tokens`).
         peak: bytes of the largest batch that did fit.
     """
-    tokens, what = batch_tokens, "the next batch beside the one that is computed"
+    tokens = batch_tokens = params.batch_tokens
+    what = "the next batch beside the one that is computed"
     if batch:
         tokens = batch.samples.num_tokens
         what = f"a batch of {tokens} tokens, samples {', '.join(batch.samples.sample_ids)}"
@@ -104,9 +110,15 @@ def out_of_memory(step: int, batch: Batch | None, batch_tokens: int, fitting: in
             f"{message}{measured}this one sample alone is longer. Lower prompts.max_prompt_tokens or regenerate.max_new_tokens, "
             f"or train with train_draft.parallel: fsdp on more GPUs."
         )
+    if not fitting:
+        return DraftlineError(
+            f"{message}{measured}what is held without a batch leaves no room. Set train_draft.recompute_activations: true, lower "
+            f"train_draft.draft_vocab_size, or train with train_draft.parallel: fsdp on more GPUs."
+        )
+    batches = math.ceil(params.global_batch_size * batch_tokens / fitting / processes) * processes
     return DraftlineError(
-        f"{message}{measured}set train_draft.batch_tokens to {fitting}, and raise train_draft.global_batch_size by as much if a "
-        f"step shall see as many tokens as before."
+        f"{message}{measured}set train_draft.batch_tokens to {fitting}, and train_draft.global_batch_size to {batches} (now "
+        f"{params.global_batch_size}) if a step shall see as many tokens as before."
     )
 
 
@@ -117,8 +129,14 @@ def try_smaller(memory: MemoryByTokens, samples: DraftData, tokens: int, run: Ca
         torch.cuda.empty_cache()
         form = replace(samples.form, batch_tokens=tokens)  # it says how far a batch is padded
         smaller = DraftData(samples.states, samples.target_argmax, tokens, form)
+        indices = samples.usable[: max(1, np.searchsorted(ends, tokens, "right"))].tolist()
         with suppress(torch.OutOfMemoryError):
-            batch = smaller.read(samples.usable[: max(1, np.searchsorted(ends, tokens, "right"))].tolist())
-            with memory.observed(batch):
-                run(batch)
+            _observe(
+                memory, smaller.read(indices), run
+            )  # no name holds the batch: it is gone when the next one is read
             return
+
+
+def _observe(memory: MemoryByTokens, batch: Batch, run: Callable[[Batch], object]) -> None:
+    with memory.observed(batch):
+        run(batch)
