@@ -7,9 +7,11 @@ import random
 import pytest
 
 from tasks.common.errors import DraftlineError
+from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.params import TrainDraft
 from tasks.train_draft.health import BatchVitals, Health, Vitals, target_entropy
 from tasks.train_draft.prepare import prepare_training
+from tests.stored import copy_of, write_split
 from tests.train_draft.conftest import DRAFT, SETTINGS
 
 STEPS = 1000
@@ -123,6 +125,22 @@ def test_a_step_whose_targets_all_lie_outside_the_draft_vocabulary_names_its_sam
     with pytest.raises(DraftlineError, match=r"none of the 100 supervised positions .* a-1, b-1: .*draft_vocab_size"):
         health().examine(vitals(1, loss_positions=0))
     health().examine(vitals(1, supervised=3, loss_positions=0))  # by chance
+
+
+@pytest.mark.parametrize(
+    ("supervised", "says"), [(0, "train: no token has loss mask 1"), (2, "train: none of the 9 samples .*train-0, ")]
+)
+def test_an_epoch_without_a_supervised_position_starts_no_run(params, tiny_params, supervised, says):
+    """R6, D1: of the first two tokens, which nothing predicts, it does not help to be supervised."""
+    states = HiddenStates(HIDDEN_STATES / "train")
+    samples = [copy_of(states.read(index)) for index in range(len(states))]
+    for sample in samples:
+        sample.loss_mask.zero_()[:supervised] = 1
+    for path in states.folder.iterdir():
+        path.unlink()
+    write_split(states.folder, states.contract, [samples])
+    with pytest.raises(DraftlineError, match=says):
+        prepare_training(tiny_params(train_draft=SETTINGS | {"draft_vocab_size": 320}), DRAFT)
 
 
 @pytest.fixture
