@@ -1,10 +1,12 @@
 """What is seen while training goes on: curves and proposals in a real MLflow database, a line on the terminal."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from tasks.common.mlflow_layout import PARENT_VARIABLE, connect
 from tasks.common.params import Params
@@ -66,6 +68,36 @@ def test_curves_and_proposals_are_in_mlflow_while_training_goes_on(tracked, caps
         same = [a == b for a, b in zip(row["target"].split(" | "), row["draft"].split(" | "), strict=False)]
         assert all(same[: row["accepted"]])
     said = capsys.readouterr()
-    assert "training: 8/8 step" in said.err
-    assert "predicted AL" in said.err
     assert "step 4: held-out loss" in said.out
+
+
+NUMBER = r"\d+\.\d\d"
+LINE = re.compile(
+    r"training: 8/8 step \d\d:\d\d<(?P<left>\d\d:\d\d) +[\d.]+(step/s|s/step), "
+    rf"loss (?P<loss>{NUMBER}), accuracy (?P<accuracy>{NUMBER} {NUMBER} {NUMBER}), predicted AL (?P<predicted>{NUMBER}), "
+    r"(?P<speed>\d+) tok/s(, (?P<memory>\d+\.\d) GiB)?$",
+    re.MULTILINE,
+)
+
+
+@pytest.mark.parametrize(
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))],
+)
+def test_the_line_of_progress_says_what_the_curves_say(tracked, device, capsys):
+    target = tracked.target.model_copy(update={"device": device})
+    tracked = tracked.model_copy(update={"target": target})
+    trainer, _ = prepare_training(tracked, DRAFT)
+    with Tracker.stage("train_draft", tracked) as tracker:
+        show_steps(trainer, tracked, tracker)
+    line = LINE.search(capsys.readouterr().err)
+    client = connect(tracked.tracking)
+    experiment = client.get_experiment_by_name("draftline").experiment_id
+    metrics = client.search_runs([experiment], "tags.stage = 'train_draft'")[0].data.metrics
+    assert line["left"] == "00:00"
+    assert line["loss"] == f"{metrics['train/loss']:.2f}"
+    assert line["accuracy"] == " ".join(f"{metrics[f'train/accuracy_position_{i}']:.2f}" for i in range(3))
+    assert line["predicted"] == f"{metrics['heldout/predicted_accept_length']:.2f}"
+    assert line["speed"] == f"{metrics['train/tokens_per_s']:.0f}"
+    assert (line["memory"] is not None) == (device == "cuda")
+    assert line["memory"] is None or line["memory"] == f"{metrics['train/gpu_memory_gib']:.1f}"
