@@ -20,7 +20,8 @@ class Step:
 
     Attributes:
         step: the last of them.
-        loss: weighted TTT loss, nats.
+        loss: weighted TTT loss, nats: the mean over a window that the step's number alone decides (`Trainer`), so that a
+            run that was resumed says the same.
         accuracy_by_position: on teacher-forced tokens, one per TTT step.
         gradient_norm: the largest, before it was clipped.
         evaluation: where this step was evaluated.

@@ -18,19 +18,15 @@ class Reading:
     """Steps since the last reading, over all processes.
 
     Attributes:
-        loss: their mean of the weighted TTT loss, nats.
         accuracy_by_position: on teacher-forced tokens, one per TTT step.
         gradient_norm: the largest, before it was clipped.
         steps: each of them.
-        stop: whether a process was asked to stop.
     """
 
-    loss: float
     accuracy_by_position: list[float]
     gradient_norm: float
     tokens: int
     steps: list[Vitals]
-    stop: bool
 
 
 class Meters:
@@ -54,18 +50,14 @@ class Meters:
         self._steps.append((step, gradient_norm, self._batches))
         self._batches = []
 
-    def read(self, asked: bool) -> Reading:
-        """Wait for the device, add up over processes, and begin anew; every process takes part.
-
-        Args:
-            asked: whether this process was asked to stop.
-        """
+    def read(self) -> Reading:
+        """Wait for the device, add up over processes, and begin anew; every process takes part."""
         own = torch.stack([torch.stack([rows for _, _, rows in batches]) for _, _, batches in self._steps])
         tokens = sum(tokens for _, _, batches in self._steps for _, tokens, _ in batches)
         totals = own.sum(1)
-        rest = torch.tensor([tokens, asked], dtype=totals.dtype, device=totals.device)
-        *_, tokens, asked = summed = self._processes.sum(torch.cat([totals.flatten(), rest])).tolist()
-        totals = torch.tensor(summed[:-2], dtype=torch.float64).view(totals.shape)
+        rest = torch.tensor([tokens], dtype=totals.dtype, device=totals.device)
+        *summed, tokens = self._processes.sum(torch.cat([totals.flatten(), rest])).tolist()
+        totals = torch.tensor(summed, dtype=torch.float64).view(totals.shape)
         norms = torch.stack([norm for _, norm, _ in self._steps]).tolist()
         own_losses = own[:, :, 0].sum(-1).tolist()
         weights = STEP_WEIGHT ** torch.arange(totals.shape[-1], dtype=torch.float64)
@@ -83,12 +75,10 @@ class Meters:
         ]
         self._steps = []
         return Reading(
-            loss=sum(losses) / len(losses),
             accuracy_by_position=(totals[:, 3].sum(0) / totals[:, 2].sum(0).clamp(min=1)).tolist(),
             gradient_norm=max(norms),
             tokens=int(tokens),
             steps=steps,
-            stop=bool(asked),
         )
 
 

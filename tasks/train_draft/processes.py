@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -140,6 +140,20 @@ class Processes:
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def any(self, value: bool) -> Callable[[], bool]:
+        """Ask all processes whether one of them says so. Call what is returned for the answer, the same in each: nobody waits
+        for it before, and nobody for the device."""
+        if self.size == 1:
+            return lambda: value
+        said = torch.tensor(int(value))
+        work = dist.all_reduce(said, dist.ReduceOp.MAX, self.host, async_op=True)
+
+        def answer() -> bool:
+            work.wait()
+            return bool(said)
+
+        return answer
 
     def gather(self, value: Any) -> list[Any]:
         """Of every process, in their order."""

@@ -1,8 +1,9 @@
 """The training loop: AdamW on the TTT loss, the best draft by predicted acceptance length kept."""
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -31,7 +32,8 @@ from tasks.train_draft.state import gathered, restore, training_state
 from tasks.train_draft.step import TrainStep
 from tasks.train_draft.target_head import RestrictedHead
 
-# Reading a number waits for the device: on a GPU so many steps are read at once.
+# Reading a number waits for the device: on a GPU so many steps are read at once. The loss that is said after step n is the
+# mean since the last multiple of this, wherever the run was stopped and saved in between.
 _STEPS_A_READING = {"cpu": 1, "cuda": 10}
 
 
@@ -70,10 +72,11 @@ class Trainer:
         self.step = 0
         self.curve: list[dict] = []
         self._figures: dict[str, Any] = {}
+        self._window: list[float] = []  # losses since the last multiple
         self._position = batches.state_dict()
         newest = checkpoints.newest(vocab_map.inputs_sha256) if processes.is_first else None
         if (step := processes.of_first(newest)) is not None:
-            self._restore(checkpoints.load(step))
+            self._restore(checkpoints.load(step, contract))
             if processes.is_first:
                 print(f"resuming after step {self.step} of {params.max_steps}", flush=True)
 
@@ -89,15 +92,17 @@ class Trainer:
             if self._is_due(self.params.evaluate_every) and self._last_evaluated < self.step:  # what was interrupted
                 yield Step(self.step, **self._figures, tokens=0, evaluation=self._evaluate(interrupts))
             while self.step < self.params.max_steps:
-                self._one_step(self._next(batches, interrupts))
-                evaluate = self._is_due(self.params.evaluate_every)
-                save = evaluate or self._is_due(self.params.checkpoint_every)
-                if not save and self.step % _STEPS_A_READING[torch.device(self.processes.device).type]:
+                of_step = self._next(batches, interrupts)
+                asked = self.processes.any(interrupts.asked)
+                self._one_step(of_step)
+                stop, evaluate = asked(), self._is_due(self.params.evaluate_every)
+                save = stop or evaluate or self._is_due(self.params.checkpoint_every)
+                if not save and self.step % self._steps_a_reading:
                     continue
-                reading = self._read(interrupts)
-                if save or reading.stop:
+                reading = self._read()
+                if save:
                     self._save()
-                if reading.stop:
+                if stop:
                     raise SharedExit(RETRY)
                 evaluation = self._evaluate(interrupts) if evaluate else None
                 yield Step(self.step, **self._figures, tokens=reading.tokens, evaluation=evaluation)
@@ -108,6 +113,10 @@ class Trainer:
         return max(self.curve, key=lambda point: point["heldout"]["predicted_accept_length"])
 
     @property
+    def _steps_a_reading(self) -> int:
+        return _STEPS_A_READING[torch.device(self.processes.device).type]
+
+    @property
     def _last_evaluated(self) -> int:
         return self.curve[-1]["step"] if self.curve else 0
 
@@ -115,16 +124,16 @@ class Trainer:
         return self.step > 0 and (self.step % every == 0 or self.step == self.params.max_steps)
 
     def _next(self, batches: Iterator[Batch], interrupts: Interrupts) -> list[Batch]:
-        """This process's batches of a step. One that is alone need not wait for them once it is asked to stop."""
+        """This process's batches of a step."""
         share = self.params.global_batch_size // self.processes.size
         try:
-            with interrupts.at_once() if self.processes.size == 1 else nullcontext():
+            with self._at_once(interrupts):
                 return list(islice(batches, share))
         except torch.OutOfMemoryError:
             pass  # what it holds is freed with this block
         except Interrupted:
             if self.meters.unread:
-                self._read(interrupts)
+                self._read()
             if self.step:
                 self._save()
             raise SystemExit(RETRY) from None
@@ -162,15 +171,18 @@ class Trainer:
             try_smaller(self.memory, self.heldout, self.params.batch_tokens, self.train_step)
         moments = 0 if self.optimizer.state else 2 * held_bytes(self.draft)
         fitting = self.memory.fitting_tokens(capacity(self.processes.device), still_to_come=moments)
-        return out_of_memory(self.step + 1, batch, self.params.batch_tokens, fitting, self.memory.peak)
+        return out_of_memory(self.step + 1, batch, self.params, self.processes.size, fitting, self.memory.peak)
 
-    def _read(self, interrupts: Interrupts) -> Reading:
+    def _read(self) -> Reading:
         """Look at every step since the last reading; none is saved unseen."""
-        reading = self.meters.read(interrupts.asked)
+        reading = self.meters.read()
         for vitals in reading.steps:
             self.health.examine(vitals)
+            if (vitals.step - 1) % self._steps_a_reading == 0:
+                self._window = []
+            self._window.append(vitals.loss)
         self._figures = {
-            "loss": reading.loss,
+            "loss": fmean(self._window),
             "accuracy_by_position": reading.accuracy_by_position,
             "gradient_norm": reading.gradient_norm,
             "learning_rate": self.optimizer.param_groups[0]["lr"],
@@ -178,9 +190,9 @@ class Trainer:
         return reading
 
     def _evaluate(self, interrupts: Interrupts) -> Evaluation:
-        """Measure the draft, and keep it if none was better. This step is saved, so a signal ends it at once."""
+        """Measure the draft, and keep it if none was better. This step is saved, so a signal may end it at once."""
         try:
-            with interrupts.at_once(), self.processes.whole(self.train_step.module):
+            with self._at_once(interrupts), self.processes.whole(self.train_step.module):
                 evaluation = self._measure()
         except Interrupted:
             raise SystemExit(RETRY) from None
@@ -191,6 +203,10 @@ class Trainer:
             if self.processes.is_first:
                 self.checkpoints.save_best(self.step, weights)
         return evaluation
+
+    def _at_once(self, interrupts: Interrupts) -> AbstractContextManager[None]:
+        """One process that is alone leaves as soon as it is asked to; of several all leave after the same step."""
+        return interrupts.at_once() if self.processes.size == 1 else nullcontext()
 
     def _measure(self) -> Evaluation:
         sizes = (self.params.ttt_length, self.num_steps)
@@ -207,6 +223,7 @@ class Trainer:
                 "data": self._position,
                 "curve": self.curve,
                 "figures": self._figures,
+                "window": self._window,
                 "health": self.health.state_dict(),
                 "best_step": self.best["step"] if self.curve else None,
                 "vocab_map_sha256": self.vocab_map.inputs_sha256,
@@ -216,7 +233,8 @@ class Trainer:
 
     def _restore(self, state: dict) -> None:
         restore(state, self.draft, self.optimizer)
-        self.step, self.curve, self._figures = state["step"], state["curve"], state["figures"]
+        self.step, self.curve = state["step"], state["curve"]
+        self._figures, self._window = state["figures"], state["window"]
         self._position = state["data"]
         self.batches.load_state_dict(state["data"])
         self.health.load_state_dict(state["health"])

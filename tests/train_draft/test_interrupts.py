@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from tasks.common.target import load_model
+from tasks.train_draft import trainer as trainer_module
 from tasks.train_draft.interrupts import RETRY, retryable
+from tasks.train_draft.prepare import prepare_training, write_result
 from tests.flows.processes import until
 from tests.train_draft.conftest import CHECKPOINTS, DRAFT, SETTINGS, files, train
 
@@ -86,6 +88,78 @@ def test_a_run_that_was_stopped_again_and_again_ends_with_the_same_bytes(params,
         assert process.exitcode == RETRY, f"the {times}. time"
     finish(start(params))
     assert files() == uninterrupted
+
+
+@pytest.mark.parametrize("stopped_in", [2, 3, 6, 7])
+def test_the_curve_does_not_know_where_a_run_was_stopped(params, monkeypatch, stopped_in):
+    """Where several steps are read at once, as on a GPU: three here, so that evaluations fall between readings."""
+    monkeypatch.setitem(trainer_module._STEPS_A_READING, "cpu", 3)
+    torch.set_num_threads(1)
+    losses, report = in_one_go(params)
+    assert [point["step"] for point in report["curve"]] == [4, 8]
+    assert [point["loss"] for point in report["curve"]] == [losses[3], (losses[6] + losses[7]) / 2]
+
+    process = FORK.Process(target=stop_in, args=(params, stopped_in))
+    process.start()
+    process.join()
+    assert process.exitcode == RETRY
+    assert max(steps()) == stopped_in
+    assert train(params) == report
+
+
+def in_one_go(params) -> tuple[list[float], dict]:
+    """Loss of every step, and the report."""
+    trainer, facts = prepare_training(params, DRAFT)
+    losses, examine = [], trainer.health.examine
+
+    def noted(vitals) -> None:
+        losses.append(vitals.loss)
+        examine(vitals)
+
+    trainer.health.examine = noted
+    for _ in trainer.steps():
+        pass
+    report = write_result(trainer, DRAFT, facts)
+    trainer.checkpoints.remove()
+    return losses, report
+
+
+def stop_in(params, number: int) -> None:
+    """Train, and send this process a signal while it computes that step."""
+    trainer, _ = prepare_training(params, DRAFT)
+    one_step = trainer._one_step
+
+    def signalled(batches) -> None:
+        if trainer.step == number - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        one_step(batches)
+
+    trainer._one_step = signalled
+    for _ in trainer.steps():
+        pass
+
+
+def test_what_is_drawn_after_a_resume_is_what_would_have_been_drawn(params):
+    """Nothing in a step draws today: the state of the generator is kept for the day that something does."""
+    torch.manual_seed(1)
+    uninterrupted = draws(params)
+    shutil.rmtree(DRAFT)
+    torch.manual_seed(1)
+    draws(params, until=5)
+    torch.manual_seed(2)
+    again = draws(params)
+    assert again == {step: uninterrupted[step] for step in range(4, 9)}  # checkpoint and evaluation are those of step 4
+
+
+def draws(params, until: int | None = None) -> dict[int, float]:
+    """A random number after each step."""
+    trainer, _ = prepare_training(params, DRAFT)
+    drawn = {}
+    for step in trainer.steps():
+        drawn[step.step] = torch.rand(()).item()
+        if step.step == until:
+            break
+    return drawn
 
 
 def test_readers_outlive_a_signal_to_the_group_and_leave_with_the_trainer(params, tiny_params, uninterrupted):

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+from itertools import count
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, Sample
+from tasks.train_draft import trainer as trainer_module
 from tasks.train_draft.interrupts import RETRY
 from tasks.train_draft.prepare import prepare_training
 from tasks.train_draft.processes import Processes
@@ -135,12 +137,89 @@ def test_a_signal_to_one_process_ends_all_after_the_same_step_which_is_saved(mak
         path.unlink()
     with pytest.raises(ChildFailedError) as failed:
         in_processes(2, signalled, params, signal.SIGTERM, 1, 5)
-    assert {failure.exitcode for failure in failed.value.failures.values()} <= {RETRY, -signal.SIGTERM}
-    assert failed.value.get_first_failure()[1].exitcode == RETRY
+    assert_all_left_with_the_retry_code(failed, capfd.readouterr())
     assert (CHECKPOINTS / "step-00000006.pt").exists()
     in_processes(2, train, params)
     assert "resuming after step 6 of 8" in capfd.readouterr().out
     assert files() == whole
+
+
+def signalled_in(params, method: str, number: int) -> None:
+    """Train, and send the second process a signal while its trainer is in that `method` for the `number`th time."""
+    with Processes.joined(params) as processes:
+        trainer, _ = prepare_training(params, DRAFT, processes=processes)
+        called, inner = count(1), getattr(trainer, method)
+
+        def outer(*arguments):
+            if next(called) == number and processes.rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return inner(*arguments)
+
+        setattr(trainer, method, outer)
+        for _ in trainer.steps():
+            pass
+
+
+def assert_all_left_with_the_retry_code(failed, said) -> None:
+    assert {failure.exitcode for failure in failed.value.failures.values()} <= {RETRY, -signal.SIGTERM}
+    assert failed.value.get_first_failure()[1].exitcode == RETRY
+    assert "another process ended" not in said.err
+
+
+@PARALLEL
+def test_a_signal_while_held_out_answers_are_measured_ends_all_after_the_next_step(make_params, parallel, capfd):
+    params = make_params(parallel=parallel)
+    in_processes(2, train, params)
+    whole = files()
+    for path in DRAFT.iterdir():
+        path.unlink()
+    with pytest.raises(ChildFailedError) as failed:
+        in_processes(2, signalled_in, params, "_measure", 1)
+    assert_all_left_with_the_retry_code(failed, capfd.readouterr())
+    assert (CHECKPOINTS / "step-00000005.pt").exists()
+    in_processes(2, train, params)
+    assert "resuming after step 5 of 8" in capfd.readouterr().out
+    assert files() == whole
+
+
+def test_several_processes_need_no_reading_to_agree_on_a_signal(make_params, monkeypatch, capfd):
+    monkeypatch.setitem(trainer_module._STEPS_A_READING, "cpu", 1000)  # torchrun does not wait for that
+    params = make_params(checkpoint_every=1000, evaluate_every=1000)
+    with pytest.raises(ChildFailedError) as failed:
+        in_processes(2, signalled_in, params, "_one_step", 3)
+    assert_all_left_with_the_retry_code(failed, capfd.readouterr())
+    assert [path.name for path in CHECKPOINTS.glob("step-*.pt")] == ["step-00000004.pt"]
+
+
+def test_a_step_may_take_more_batches_than_an_epoch_has(make_params):
+    """R6: nothing is dropped, a step goes on into the next epoch."""
+    params = make_params(global_batch_size=16, max_steps=2, evaluate_every=2)
+    seen, alone = trained_samples(params)
+    assert len(seen) > 2 * 9
+    assert set(seen) == {f"train-{number}" for number in range(9)}
+    assert alone["epoch"] >= 2
+    (first, position), (second, same) = in_processes(2, trained_samples, params)
+    assert sorted(first + second) == sorted(seen)
+    assert position == same == alone
+
+
+def trained_samples(params) -> tuple[list[str], dict]:
+    """Of this process, in all steps; and the position in the data behind the last."""
+    with Processes.joined(params) as processes:
+        trainer, _ = prepare_training(params, DRAFT, processes=processes)
+        names, one_step = [], trainer._one_step
+
+        def noted(batches) -> None:
+            names.extend(name for batch in batches for name in batch.samples.sample_ids)
+            one_step(batches)
+
+        trainer._one_step = noted
+        for _ in trainer.steps():
+            pass
+        processes.wait()
+        if processes.is_first:
+            trainer.checkpoints.remove()
+        return names, trainer._position
 
 
 @PARALLEL
