@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -57,15 +58,18 @@ def test_two_processes_train_what_one_does(start, parallel):
 
 
 def test_a_signal_to_torchrun_saves_and_the_next_start_goes_on(start, project):
-    process = start(TWO, max_steps=5000, checkpoint_every=5, evaluate_every=5000)
-    until(lambda: (CHECKPOINTS / "step-00000005.json").exists())
+    long = {"max_steps": 9000, "checkpoint_every": 9000, "evaluate_every": 9000}
+    process = start(TWO, **long)
+    until(lambda: re.search(r"training: [1-9]\d*/9000 step", output()))
+    assert not list(CHECKPOINTS.glob("step-*"))
     process.send_signal(signal.SIGTERM)
     assert process.wait(600) != 0
     until(lambda: not processes_in(project), seconds=60)
-    (newest, *_) = sorted((path.name for path in CHECKPOINTS.glob("step-*.json")), reverse=True)
-    saved = int(newest[5:13])
-    process = start(TWO, max_steps=5000, checkpoint_every=5, evaluate_every=5000)
-    until(lambda: f"resuming after step {saved} of 5000" in output())
+    assert "another process ended" not in output()
+    (saved,) = (int(path.stem[5:]) for path in CHECKPOINTS.glob("step-*.json"))
+    assert saved > 0
+    process = start(TWO, **long)
+    until(lambda: f"resuming after step {saved} of 9000" in output())
     process.send_signal(signal.SIGTERM)
     process.wait(600)
 
