@@ -64,10 +64,9 @@ class Checkpoints:
         write_json(path.with_suffix(".json"), record | {"best_sha256": self._best_sha256.get(best)})
         sync_folder(self.folder)
         self._whole = [*(earlier for earlier in self._whole if earlier != step), step][-_KEPT:]
-        if len(self._whole) == _KEPT:
-            for other in set(self._steps()) - set(self._whole):
-                self._path(other).with_suffix(".json").unlink(missing_ok=True)
-                self._path(other).unlink(missing_ok=True)
+        for other in set(self._steps()) - set(self._whole):
+            self._path(other).with_suffix(".json").unlink(missing_ok=True)
+            self._path(other).unlink(missing_ok=True)
         wanted = {self.best(best) for kept in self._steps() if (best := self._record(kept).get("best_step"))}
         for path in set(self.folder.glob("best-*.safetensors")) - wanted:
             path.unlink()
