@@ -1,9 +1,10 @@
 """Two engines behind one call: groups of rendered prompts in, generated token ids out."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from queue import SimpleQueue
 
 from tasks.common.errors import DraftlineError
 from tasks.common.files import sha256_json
@@ -100,7 +101,8 @@ def _cut_at_stop(request: Request, ids: list[int], stops: tuple[int, ...]) -> An
 
 
 def _generate_on_server(server, settings: Regenerate, requests: list[Request]) -> Iterator[list[Answer]]:
-    """`batch_size` requests in flight; SGLang batches them itself.
+    """`batch_size` requests in flight; SGLang batches them itself. What was answered meanwhile comes as one group: who takes
+    groups forces each to the disk, and a small target answers faster than a disk does that.
 
     A refused request ends the stage: those that wait are dropped, those in flight are still answered and kept. A stage
     that is stopped drops both, and keeps what is answered by then.
@@ -110,8 +112,9 @@ def _generate_on_server(server, settings: Regenerate, requests: list[Request]) -
     try:
         for request in requests:
             asked[pool.submit(server.generate, request.prompt_token_ids, _sampling(request, settings))] = request
-        for done in as_completed(list(asked)):
-            yield [_served(asked.pop(done), done.result())]
+        for group in _completed(list(asked)):
+            results = [future.result() for future in group]  # one may raise: nothing of the group is taken yet
+            yield [_served(asked.pop(future), result) for future, result in zip(group, results, strict=True)]
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         pool.shutdown(wait=isinstance(error, Exception), cancel_futures=True)
         answered = [f for f in asked if f.done() and not f.cancelled() and not f.exception()]
@@ -119,6 +122,20 @@ def _generate_on_server(server, settings: Regenerate, requests: list[Request]) -
         raise
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _completed(futures: list[Future]) -> Iterator[list[Future]]:
+    """Groups of futures that have ended since the last group, at least one."""
+    ended: SimpleQueue[Future] = SimpleQueue()
+    for future in futures:
+        future.add_done_callback(ended.put)
+    left = len(futures)
+    while left:
+        group = [ended.get()]
+        while not ended.empty():
+            group.append(ended.get())
+        left -= len(group)
+        yield group
 
 
 def _sampling(request: Request, settings: Regenerate) -> dict:

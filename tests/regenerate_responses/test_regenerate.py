@@ -235,6 +235,15 @@ def asked_of(server: ScriptedServer, **settings):
     return engines._generate_on_server(server, Regenerate(engine="sglang", batch_size=3, **settings), requests)
 
 
+def test_answers_that_came_while_a_group_was_written_are_one_group():
+    server, groups = ScriptedServer(), []
+    for group in asked_of(server):
+        groups.append([answer.output_token_ids[0] for answer in group])
+        time.sleep(0.3)  # a slow disk: three threads answer 18 requests meanwhile
+    assert sorted(number for group in groups for number in group) == list(range(40))
+    assert len(groups) < 20
+
+
 def test_a_refused_request_drops_the_queue_and_keeps_what_is_in_flight():
     server, kept = ScriptedServer(refused=(4,)), []
     with pytest.raises(DraftlineError, match="refused 4"):
@@ -252,7 +261,7 @@ def test_a_stage_that_is_stopped_waits_for_no_answer_and_keeps_those_that_are_th
         yield
 
     server, kept = ScriptedServer(slow=tuple(range(4, 40))), []
-    monkeypatch.setattr(engines, "as_completed", until_stopped)
+    monkeypatch.setattr(engines, "_completed", until_stopped)
     started = time.monotonic()
     with pytest.raises(SystemExit):
         for group in asked_of(server):
