@@ -35,8 +35,7 @@ $(INSTALLED): infra/constraints-cpu.txt
 	$(BIN)/python -c 'import pathlib, sysconfig; pathlib.Path(sysconfig.get_path("purelib"), "draftline.pth").write_text("$(CURDIR)/infra/sglang_cpu\n")'
 	touch $@
 
-# DVC's cache stays, and the next run restores from it what its run cache knows. That leaves out what may be
-# continued (`persist` in dvc.yaml: answers, states, draft): `dvc checkout` brings those back first.
+# DVC's cache stays; `dvc checkout` brings back what it holds (infra/docs/flow.md, "Back to earlier parameters").
 # The records of servers stay too: by nothing else is one found that a killed run left behind.
 clean:  ## artifacts, reports and logs of runs; the environment stays
 	rm -rf artifacts reports

@@ -18,6 +18,7 @@ import time
 from prefect import flow, get_run_logger, runtime, task
 from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
+from prefect.client.base import ServerType
 from prefect.client.orchestration import get_client
 from prefect.states import Completed, Failed, State
 from prefect.utilities.urls import url_for
@@ -126,8 +127,11 @@ def main() -> None:
     try:
         _start_api()
         state = pipeline(PipelineParams(**given), return_state=True)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
+    except (KeyboardInterrupt, SystemExit) as stopped:
+        code = 128 + signal.SIGINT if isinstance(stopped, KeyboardInterrupt) else stopped.code
+        name = signal.Signals(code - 128).name
+        print(f"\nThe pipeline was stopped by {name}. The same command goes on from there.", file=sys.stderr)
+        sys.exit(code)
     if not state.is_completed():
         print(f"\nThe pipeline failed: {state.message}", file=sys.stderr)
         sys.exit(1)
@@ -135,16 +139,27 @@ def main() -> None:
 
 
 def _start_api() -> None:
-    """Start Prefect's temporary API server, where no other is configured, deaf to Ctrl-C and hang-up.
+    """Start Prefect's temporary API server, where no other is configured, deaf to the signals that end a run.
 
-    A terminal sends both to the whole process group. A run whose API went away first would spend minutes
-    trying to tell it how it ended.
+    A terminal, `kill -- -PGID` and service managers send them to the whole process group. A run whose API went
+    away first would spend minutes trying to tell it how it ended.
     """
-    of_terminal = {signal.SIGINT, signal.SIGHUP}
-    signal.pthread_sigmask(signal.SIG_BLOCK, of_terminal)  # a child inherits the mask
-    with get_client(sync_client=True):
-        pass
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, of_terminal)
+    ending = {signal.SIGINT, signal.SIGHUP, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ending)  # a child inherits the mask
+    try:
+        with get_client(sync_client=True) as client:
+            if client.server_type == ServerType.EPHEMERAL:
+                atexit.register(_kill_api)  # registered after Prefect's own, which would wait, it runs before it
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ending)
+
+
+def _kill_api() -> None:
+    """The server is deaf to Prefect's own way. States and logs are in its database by now."""
+    from prefect.server.api.server import SubprocessASGIServer
+
+    if server := SubprocessASGIServer().server_process:
+        server.kill()
 
 
 if __name__ == "__main__":

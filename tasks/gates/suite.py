@@ -158,8 +158,8 @@ def _finding(result: Any, table: Table) -> Finding:
         sentence=config.description,
         outcome=outcome,
         severity=severity,
-        expected=_expected(config.kwargs),
-        observed=problem or _observed(config.kwargs, summary, table),
+        expected=_expected(config.kwargs, table),
+        observed=problem or _observed(config.kwargs, summary, table, bool(result.success)),
         unexpected=int(summary.get("unexpected_count", 0)),
         samples=[_sample(row) for row in summary.get("partial_unexpected_index_list", [])],
         failure_mode=reason["failure_mode"],
@@ -174,7 +174,7 @@ def _exception(info: dict[str, Any] | None) -> str:
     return next((str(one["exception_message"]) for one in nested if one.get("raised_exception")), "")
 
 
-def _expected(kwargs: dict[str, Any]) -> str:
+def _expected(kwargs: dict[str, Any], table: Table) -> str:
     if "column_A" in kwargs:
         text = f"{_words(kwargs['column_A'])} = {_words(kwargs['column_B'])}"
     elif "value_set" in kwargs:
@@ -191,18 +191,20 @@ def _expected(kwargs: dict[str, Any]) -> str:
     else:
         text = "a value" if kwargs.get("column") != "id" else "all different"
     if kwargs.get("mostly") is not None and kwargs["mostly"] < 1:
-        text += f" in at least {kwargs['mostly']:.4g} of the rows"
+        text += f" in at least {100 * kwargs['mostly']:.4g} % of the {table.row}s"
     return text
 
 
-def _observed(kwargs: dict[str, Any], summary: dict[str, Any], table: Table) -> str:
-    """What the column holds: its range, or its distinct values where they are few."""
+def _observed(kwargs: dict[str, Any], summary: dict[str, Any], table: Table, passed: bool) -> str:
+    """What the column holds: its range, or its distinct values where they are few; how many rows, where some do not."""
     if "observed_value" in summary:
         return show(summary["observed_value"])
     unexpected, total = summary.get("unexpected_count", 0), len(table.frame)
     column = kwargs.get("column")
     if unexpected and total == 1 and column:
         return show(table.frame[column].iloc[0])
+    if unexpected and passed:  # within the share that `mostly` allows
+        return f"met by {total - unexpected} of {total} {table.row}s"
     if unexpected:
         return f"not met by {unexpected} of {total} {table.row}s"
     if column is None or column == "id" or kwargs.get("value_set") in ([""], [True]) or not total:

@@ -45,6 +45,8 @@ CUDA = Pace(
     training=0.1,
     server_start_s=130,
 )
+# Of transformers' prefill, what a dump through SGLang reaches, writing included.
+SGLANG_DUMP = 0.64
 DISK_BYTES_PER_S = 300e6
 NETWORK_BYTES_PER_S = 100e6
 DEQUANTISED_BYTES_PER_S = 20e6

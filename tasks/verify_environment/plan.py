@@ -20,6 +20,7 @@ from tasks.verify_environment.pace import (
     DEQUANTISED_BYTES_PER_S,
     DISK_BYTES_PER_S,
     NETWORK_BYTES_PER_S,
+    SGLANG_DUMP,
     START_S,
     Decoding,
 )
@@ -139,11 +140,17 @@ class _Costs:
         return Estimate("regenerate_responses", load.tokens, seconds, 10 * load.tokens, gpus, basis)
 
     def dump_hidden_states(self) -> Estimate:
-        written, forward = self._state_bytes(), self._prefill_s(self.load.tokens, 1)
-        seconds = START_S + forward + written / DISK_BYTES_PER_S
-        basis = f"prefill {forward:.0f} s; {self._state_bytes_per_token():,} bytes a token at 300 MB/s"
+        served = self.params.dump.engine == "sglang"
+        gpus = server_gpus(self.params) if served else int(not self.on_cpu)
+        forward, writing = self._prefill_s(self.load.tokens, gpus), self._state_bytes() / DISK_BYTES_PER_S
+        if served:  # its threads write while it computes
+            forward /= SGLANG_DUMP
+            seconds = START_S + self._server_start_s() + max(forward, writing)
+        else:
+            seconds = START_S + forward + writing
+        basis = f"{self.params.dump.engine}: prefill {forward:.0f} s; {self._state_bytes_per_token():,} bytes a token at 300 MB/s"
         size = self._tokens_at_once() * self._state_bytes_per_token()
-        return Estimate("dump_hidden_states", self.load.tokens, seconds, size, int(not self.on_cpu), basis)
+        return Estimate("dump_hidden_states", self.load.tokens, seconds, size, gpus, basis)
 
     def train_draft(self) -> Estimate:
         settings, hidden = self.params.train_draft, self.shape.hidden_size

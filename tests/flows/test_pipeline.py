@@ -127,25 +127,29 @@ def test_parameters_refuse_what_they_do_not_know():
         PipelineParams(untill="slow")
 
 
-@pytest.mark.parametrize(("ending", "status"), [("SIGTERM", 143), ("Ctrl-C", 130), ("hang-up", 129)])
-def test_a_signal_ends_the_run_with_all_its_processes(toy, environment, ending, status):
-    """The real command with its own API server. Ctrl-C and hang-up reach the whole process group, as from a terminal."""
+@pytest.mark.parametrize(
+    ("number", "to_group"),
+    [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGHUP, True)],
+    ids=["SIGTERM", "SIGTERM to the group", "Ctrl-C", "hang-up"],
+)
+def test_a_signal_ends_the_run_with_all_its_processes_and_one_line(toy, environment, number, to_group):
+    """The real command with its own API server, which a signal to the whole process group reaches as well."""
     Path("seconds").write_text("600")
     command = [sys.executable, "-m", "flows.pipeline"]
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as flow:
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=environment, **output, start_new_session=True) as flow:
         try:
             until(lambda: processes_in(toy, "sleep"))
             assert len(processes_in(toy)) >= 5  # the flow, its API server, dvc, the stage, its sleep
-            if ending == "SIGTERM":
-                flow.terminate()
-            else:
-                os.killpg(flow.pid, signal.SIGINT if ending == "Ctrl-C" else signal.SIGHUP)
-            code = flow.wait(timeout=20)
-            assert code == status
+            (os.killpg if to_group else os.kill)(flow.pid, number)
+            assert flow.wait(timeout=20) == 128 + number
             until(lambda: not processes_in(toy), seconds=10)
         finally:
             for process in processes_in(toy):
                 process.kill()
+        said = flow.stdout.read()
+    assert f"The pipeline was stopped by {number.name}. The same command goes on from there." in said
+    assert "Traceback" not in said
 
 
 def test_a_stage_that_ignores_sigterm_is_killed_and_its_server_reaped(toy, environment, monkeypatch):

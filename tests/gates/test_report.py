@@ -10,15 +10,16 @@ from tasks.gates.report import GATES, Histogram
 from tasks.gates.suite import Table, because
 
 
-def gate(value: float, name: str = "s0") -> Gate:
+def gate(*norms: float, name: str = "s", mostly: float = 1.0) -> Gate:
     expectation = gxe.ExpectColumnValuesToBeBetween(
         column="norm",
         min_value=0,
+        mostly=mostly,
         severity="critical",
         description="Norms are positive",
         meta=because("H2", "Zeros teach nothing.", "Dump again."),
     )
-    frame = pd.DataFrame({"id": [name], "norm": [value]})
+    frame = pd.DataFrame({"id": [f"{name}{n}" for n in range(len(norms))], "norm": norms})
     return Gate(
         [Table("samples", "sample", frame, [expectation], shown=("id", "norm"))],
         {"samples": 1},
@@ -58,7 +59,7 @@ def test_the_page_needs_nothing_from_elsewhere(tracker):
 
 def test_text_of_samples_is_not_markup(tracker):
     with pytest.raises(DraftlineError):
-        run_gate("demo", "lead", lambda: gate(-1.0, "<script>alert(1)</script>"), tracker)
+        run_gate("demo", "lead", lambda: gate(-1.0, name="<script>alert(1)</script>"), tracker)
     assert "<script" not in (GATES / "demo.html").read_text()
 
 
@@ -68,3 +69,17 @@ def test_the_same_data_give_the_same_bytes(tracker):
         run_gate("demo", "lead", lambda: gate(1.0), tracker)
         written.append([(GATES / f"demo.{kind}").read_bytes() for kind in ("json", "html")])
     assert written[0] == written[1]
+
+
+def test_a_gate_that_passed_says_nowhere_that_something_is_not_met(tracker, capsys):
+    """The exceptions that a share allows are counted and named all the same."""
+    run_gate("demo", "lead", lambda: gate(-1.0, 1.0, 1.0, mostly=0.5), tracker)
+    page = (GATES / "demo.html").read_text()
+    for part in (
+        "met by 2 of 3 samples",
+        "in at least 50 % of the samples",
+        "Exceptions within the limit:",
+        "s0",
+    ):
+        assert part in page
+    assert "not met" not in (page + (GATES / "demo.json").read_text() + capsys.readouterr().out).lower()

@@ -67,7 +67,13 @@ def test_a_warning_is_no_failure():
 def test_an_allowed_share_passes_and_still_names_them():
     finding = findings(norms(1.0, 1.0, 1.0, -1.0), positive(mostly=0.7))[SENTENCE]
     assert finding.outcome == "passed"
+    assert (finding.expected, finding.observed) == ("≥ 0 in at least 70 % of the samples", "met by 3 of 4 samples")
     assert finding.samples == [{"id": "s3", "found": "norm -1"}]
+
+
+def test_more_than_the_allowed_share_is_not_met_by_so_many():
+    finding = findings(norms(1.0, -1.0, -1.0, -1.0), positive(mostly=0.7))[SENTENCE]
+    assert (finding.outcome, finding.observed) == ("failed", "not met by 3 of 4 samples")
 
 
 @pytest.mark.parametrize(

@@ -68,6 +68,30 @@ def test_a_token_of_the_first_users_target_takes_57_kilobytes():
     assert dump.disk_bytes / dump.tokens == 4 * 7168 * 2 + 5
 
 
+def test_a_dump_through_sglang_has_the_measured_share_of_transformers_prefill_and_writes_beside_it():
+    """219,660 against 345,573 tokens/s on an H200 (infra/docs/hidden_states.md)."""
+
+    def seconds_a_token(engine: str, hidden_size: int = 576) -> float:
+        target = {**SMOLLM2, "shape": {**SMOLLM2["shape"], "hidden_size": hidden_size}}
+        few, many = (
+            plan(dump={"engine": engine}, model=target, tokens=n)["dump_hidden_states"] for n in (10**6, 10**7)
+        )
+        return (many.seconds - few.seconds) / (many.tokens - few.tokens)
+
+    writing = (4 * 576 * 4 + 5) / 300e6
+    prefill = seconds_a_token("transformers") - writing
+    assert seconds_a_token("sglang") == pytest.approx(prefill * 345_573 / 219_660, rel=0.01)
+    assert seconds_a_token("sglang", 100 * 576) == pytest.approx((4 * 57_600 * 4 + 5) / 300e6)  # its disk is the slower
+
+
+def test_a_dump_through_sglang_starts_a_server_and_holds_its_gpus():
+    target = {"device": "cuda", "dtype": "bfloat16"}
+    served = plan(H200, target=target, dump={"engine": "sglang"}, serve={"extra_args": ["--tp-size", "8"]}, prompts=0)
+    assert served["dump_hidden_states"].gpus == 8
+    assert served["dump_hidden_states"].seconds > 130
+    assert plan(H200, target=target)["dump_hidden_states"].gpus == 1
+
+
 def test_a_limit_on_prompts_limits_tokens_in_proportion():
     load = Workload.of(
         Params.model_validate({"prompts": {"max_train": 100}, "regenerate": {"max_new_tokens": 10}}),
