@@ -173,10 +173,10 @@ def test_memory_must_hold_the_weights_and_should_hold_a_server(read):
     assert check_memory(params(), target, NO_GPUS, target.weight_bytes - 1).verdict == "error"
 
 
-def gpu_memory_check(weights_gb: float, gpus: int = 8, **serve):
+def gpu_memory_check(weights_gb: float, gpus: int = 8, device_map: str | None = None, **serve):
     facts = tuple(Gpu(index=i, name="NVIDIA H200", memory_total_mib=143771, memory_used_mib=0) for i in range(gpus))
     shape = {"shape": SHAPE, "weight_bytes": int(weights_gb * 1e9), "parameters": 1, "active_parameters": 1}
-    chosen = params(target={"device": "cuda", "dtype": "bfloat16"}, serve=serve)
+    chosen = params(target={"device": "cuda", "dtype": "bfloat16", "device_map": device_map}, serve=serve)
     return check_memory(chosen, TargetFacts.model_validate(shape), Gpus(gpus=facts), 0)
 
 
@@ -204,5 +204,10 @@ def test_weights_must_fit_into_the_static_share_of_a_gpu():
     assert gpu_memory_check(60, extra_args=["--tp-size", "2"]).verdict == "ok"
 
 
-def test_a_target_larger_than_one_gpu_cannot_be_dumped_through_transformers():
-    assert "dump" in gpu_memory_check(300, extra_args=["--tp-size=8"]).fix
+def test_a_target_larger_than_one_gpu_must_be_spread_for_transformers():
+    served = {"extra_args": ["--tp-size=8"]}
+    check = gpu_memory_check(300, **served)
+    assert check.verdict == "error"
+    assert "target.device_map: auto" in check.fix
+    assert gpu_memory_check(300, device_map="auto", **served).verdict == "ok"
+    assert gpu_memory_check(300, gpus=2, device_map="auto", **served).verdict == "error"

@@ -145,17 +145,23 @@ def _check_gpu_memory(params: Params, target: TargetFacts, gpus: Gpus, why: str)
     fraction, servers = params.serve.mem_fraction_static, server_gpus(params)
     want = Expectation(
         "memory",
-        f"weights / {servers} within serve.mem_fraction_static of a GPU; transformers needs all on one GPU",
+        f"weights / {servers} within serve.mem_fraction_static of a GPU; "
+        f"transformers needs all on {'the GPUs together' if params.target.device_map else 'one GPU'}",
         why,
     )
     if not gpus.gpus:
         return want.not_applicable("nvidia-smi lists no GPUs")
-    total = min(gpu.memory_total_mib for gpu in gpus.gpus) * 2**20
+    sizes = [gpu.memory_total_mib * 2**20 for gpu in gpus.gpus]
+    total, for_transformers = min(sizes), sum(sizes) if params.target.device_map else min(sizes)
     found = f"weights {target.weight_bytes / 1e9:.1f} GB, GPUs of {total / 1e9:.0f} GB, mem_fraction_static {fraction}"
     if target.weight_bytes / servers > fraction * total:
         return want.error(
             found, "Raise serve.mem_fraction_static, or spread the target: serve.extra_args: [--tp-size, '8']."
         )
-    if target.weight_bytes > 0.9 * total:
-        return want.error(found, "Take a smaller target or larger GPUs: the dump loads the target on one GPU.")
+    if target.weight_bytes > 0.9 * for_transformers:
+        return want.error(
+            found,
+            "transformers loads the target for the gate's replay, and for dump and answers where that is their engine: set "
+            "target.device_map: auto to spread it, or take a smaller target or more or larger GPUs.",
+        )
     return want.ok(found)
