@@ -20,13 +20,12 @@ from tasks.common.storage import StoredRows
 from tasks.common.target import TargetShape, load_config, target_contract
 from tasks.common.vocab_map import VocabMap
 from tasks.train_draft.batch import Batch, BatchForm, StoredBatch
+from tasks.train_draft.gpu_memory import USABLE
 from tasks.train_draft.step import TrainStep
 from tasks.train_draft.target_head import RestrictedHead
 
 # Tokens of the two sizes that are measured, and what the answer is a multiple of.
 _FIRST, _SECOND, _MULTIPLE = 4096, 8192, 1024
-# The allocator splits its blocks, so not all that is free can be used.
-_USABLE = 0.92
 # Batches that wait on the device (prefetch.py).
 _WAITING = 2
 _SAMPLE_TOKENS = 2048
@@ -108,7 +107,7 @@ def largest(peak: Callable[[int], int], capacity: int) -> int:
             f"lower train_draft.draft_vocab_size, or train with batches of less than {_FIRST} tokens."
         ) from None
     per_token = max(1.0, (second - first) / (_SECOND - _FIRST))
-    tokens = _FIRST + int((_USABLE * capacity - first) / per_token)
+    tokens = _FIRST + int((USABLE * capacity - first) / per_token)
     while (tokens := tokens // _MULTIPLE * _MULTIPLE) > _SECOND:
         print(f"{per_token / 2**10:.0f} KiB a token: trying {tokens} tokens", flush=True)
         try:
@@ -132,7 +131,10 @@ def main(params: Params) -> None:
     trial = Trial(config, params.dump.storage_dtype, form, settings.recompute_activations)
     free, _ = torch.cuda.mem_get_info(device)
     tokens = largest(trial.peak, free + torch.cuda.memory_reserved(device))
-    print(f"train_draft.batch_tokens: at most {tokens} (now {settings.batch_tokens})")
+    print(
+        f"train_draft.batch_tokens: at most {tokens} (now {settings.batch_tokens}). Near it there is no room to replay steps as "
+        f"CUDA graphs; kernels are then launched one by one, as they were here."
+    )
 
 
 if __name__ == "__main__":

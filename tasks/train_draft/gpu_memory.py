@@ -16,7 +16,7 @@ from tasks.train_draft.batch import Batch
 from tasks.train_draft.data import DraftData
 
 # The allocator splits its blocks, so not all that is free can be used.
-_USABLE = 0.92
+USABLE = 0.92
 _MULTIPLE = 64  # tokens
 
 
@@ -58,7 +58,7 @@ class MemoryByTokens:
         """
         if not self._bytes_per_token:
             return None
-        tokens = int((_USABLE * capacity - self._held - still_to_come) / self._bytes_per_token)
+        tokens = int((USABLE * capacity - self._held - still_to_come) / self._bytes_per_token)
         return max(tokens // _MULTIPLE * _MULTIPLE, 0)
 
 
