@@ -7,14 +7,17 @@ import torch
 
 from tasks.common.contract import Contract
 from tasks.common.draft import Eagle3Draft
+from tasks.common.errors import DraftlineError
 from tasks.common.files import replacing, sha256_json, write_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
-from tasks.common.params import Params
+from tasks.common.memory import available_memory
+from tasks.common.params import PARAMS, Params
 from tasks.common.target import TargetShape, load_config, model_folder
 from tasks.common.target_weights import TargetWeights
 from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.checkpoints import Checkpoints
 from tasks.train_draft.data import DraftData
+from tasks.train_draft.gpu_memory import capacity
 from tasks.train_draft.initialise import initialise
 from tasks.train_draft.processes import Processes
 from tasks.train_draft.source import DumpedSource, OpenSource
@@ -34,7 +37,7 @@ def prepare_training(
         the trainer, and what the report says of the data: samples, tokens, vocabulary coverage.
 
     Raises:
-        DraftlineError: train and heldout differ in contract, or there is nothing to train on.
+        DraftlineError: train and heldout differ in contract, there is nothing to train on, or a step's batches have no room.
     """
     processes = processes or Processes.alone(params)
     params = processes.with_own_device(params)
@@ -48,6 +51,7 @@ def prepare_training(
     vocab_map = build_vocab_map(counts["train"], settings.draft_vocab_size)
     shares = coverage(vocab_map, counts)
 
+    _require_room(params, contract, known.tokens, processes)
     head, dtype = TargetHead(weights, shape, contract.last_is_normed, device), settings.computed_in(device)
     form = BatchForm.of(vocab_map, device, dtype, settings.ttt_length, settings.batch_tokens)
     with processes.first_alone():
@@ -112,6 +116,24 @@ def write_result(trainer: Trainer, folder: Path, facts: dict) -> dict:
         },
     )
     return {**summary, "heldout": best["heldout"], "data": facts, "curve": trainer.curve}
+
+
+def _require_room(params: Params, contract: Contract, train_tokens: int, processes: Processes) -> None:
+    """All batches of a step are on the device at once: what losses are divided by is known before the first is computed."""
+    settings, device = params.train_draft, params.target.device
+    share, width = (
+        settings.global_batch_size // processes.size,
+        (len(contract.aux_layer_ids) + 1) * contract.hidden_size,
+    )
+    tokens = share * min(settings.batch_tokens, train_tokens)
+    needed = tokens * width * settings.computed_in(device).itemsize
+    room = capacity(device) if device.startswith("cuda") else available_memory()
+    if needed > room:
+        raise DraftlineError(
+            f"{PARAMS}: with train_draft.global_batch_size {settings.global_batch_size} each of {processes.size} processes holds the "
+            f"{share} batches of a step at once, {needed / 2**30:.1f} GiB of states, and {room / 2**30:.1f} GiB are free on "
+            f"{device}. Lower global_batch_size or batch_tokens, or train with more processes."
+        )
 
 
 def _key(params: Params, dtype: torch.dtype, contract: Contract, train: list[str], heldout: HiddenStates) -> str:

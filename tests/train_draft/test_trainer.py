@@ -58,6 +58,16 @@ def test_another_learning_rate_starts_anew(params, tiny_params, capsys):
     assert "starting anew" in capsys.readouterr().out
 
 
+def test_a_step_of_more_batches_than_memory_holds_is_refused_before_anything_is_written(params, tiny_params):
+    changed = tiny_params(train_draft=SETTINGS | {"global_batch_size": 10**9})
+    with pytest.raises(
+        DraftlineError,
+        match=r"global_batch_size 1000000000 .* the 1000000000 batches of a step at once, .* free on cpu",
+    ):
+        prepare_training(changed, DRAFT)
+    assert not DRAFT.exists()
+
+
 def test_another_type_starts_anew_unless_it_is_only_spelled_out(params, tiny_params):
     train(params, until=5)
     in_type = {dtype: tiny_params(train_draft=SETTINGS | {"dtype": dtype}) for dtype in ("float32", "bfloat16")}
