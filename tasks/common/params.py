@@ -98,7 +98,7 @@ class TrainDraft(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     checkpoint_every: Count = 50
     evaluate_every: Count = Field(100, description="steps between held-out evaluations; the best predicted AL is kept")
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     def computed_in(self, device: str) -> "torch.dtype":
         """The type that training computes in on `device`."""

@@ -8,7 +8,10 @@ A run that was killed or stopped goes on from its newest checkpoint, on as many 
 settings or other states it starts anew (infra/docs/training.md).
 """
 
+from contextlib import ExitStack
+
 from tasks.common.files import ARTIFACTS, REPORTS, write_json
+from tasks.common.locks import alone_on
 from tasks.common.params import Params
 from tasks.common.stage import run_stage
 from tasks.common.tracking import Tracker
@@ -30,7 +33,10 @@ def train(params: Params, tracker: Tracker, open_source) -> None:
     from tasks.train_draft.processes import Processes
 
     folder = ARTIFACTS / "draft"
-    with retryable(), Processes.joined(params) as processes:
+    refusal = f"{folder}: another training ({{}}) works there. Wait until it ends, or stop it: it may be what a killed `dvc repro` left."
+    with retryable(), Processes.joined(params) as processes, ExitStack() as stack:
+        if processes.is_first:
+            stack.enter_context(alone_on(folder.with_suffix(".lock"), refusal))
         trainer, facts = prepare_training(params, folder, open_source, processes)
         if not processes.is_first:
             for _ in trainer.steps():
@@ -39,8 +45,8 @@ def train(params: Params, tracker: Tracker, open_source) -> None:
         show_steps(trainer, params, tracker)
         report = write_result(trainer, folder, facts)
         write_json(REPORT, report)
-        trainer.checkpoints.remove()
         tracker.log_artifact(REPORT)
+        trainer.checkpoints.remove()
         print(f"{folder}: predicted acceptance length {report['predicted_accept_length']:.3f} at step {report['step']}")
 
 

@@ -20,7 +20,7 @@ from tasks.common.storage import StoredRows
 from tasks.common.target import TargetShape, load_config, target_contract
 from tasks.common.vocab_map import VocabMap
 from tasks.train_draft.batch import Batch, BatchForm, StoredBatch
-from tasks.train_draft.gpu_memory import USABLE
+from tasks.train_draft.gpu_memory import USABLE, require_gpu
 from tasks.train_draft.step import TrainStep
 from tasks.train_draft.target_head import RestrictedHead
 
@@ -124,6 +124,7 @@ def main(params: Params) -> None:
         raise DraftlineError(
             f"{PARAMS}: target.device is {device}, and it is the memory of a GPU that is measured here. Set target.device: cuda."
         )
+    require_gpu(device)
     shape, contract = TargetShape.of(load_config()), target_contract(params.contract)
     config = DraftConfig.of(shape, contract, settings.draft_vocab_size)
     dtype, ids = settings.computed_in(device), torch.arange(shape.vocab_size)

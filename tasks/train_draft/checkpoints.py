@@ -22,6 +22,8 @@ from tasks.common.files import read_json, replacing, sha256_file, sync_folder, w
 
 _KEPT = 2
 _NAME = 16  # characters of the key that name a folder
+_UNKNOWN = "of_unknown_run"
+_RECORDED = {"sha256", "vocab_map_sha256", "best_step", "best_sha256"}
 
 
 class Checkpoints:
@@ -32,9 +34,11 @@ class Checkpoints:
         self.folder, self._aside = folder, folder.parent.with_name(f"{folder.parent.name}_set_aside")
         self._best_sha256: dict[int, str] = {}
         self._whole: list[int] = []  # steps of checkpoints that were written or found whole here
+        self._gone = folder.with_name(f".{folder.name}.gone")
+        shutil.rmtree(self._gone, ignore_errors=True)  # of a run that was killed while it removed its checkpoints
         run = folder / "run.json"
-        if folder.exists() and not (run.exists() and read_json(run)["key"] == key):
-            self._set_aside()
+        if folder.exists() and (found := _key_of(run)) != key:
+            self._set_aside(found)
         if not folder.exists() and (earlier := self._aside / key[:_NAME]).exists():
             earlier.rename(folder)
         for partial in folder.glob(".*.partial"):  # of a writer that was killed
@@ -111,22 +115,27 @@ class Checkpoints:
         return state
 
     def remove(self) -> None:
-        """Delete the partial work, once the result stands."""
-        shutil.rmtree(self.folder)
+        """Delete the partial work, once the result stands; whoever is killed meanwhile leaves none that is half there."""
+        self.folder.rename(self._gone)
+        shutil.rmtree(self._gone)
 
-    def _set_aside(self) -> None:
+    def _set_aside(self, key: str | None) -> None:
         """Days of work are not deleted for a slip in params.yaml; of what was set aside the newest two are kept."""
-        if not self._steps() or not (run := self.folder / "run.json").exists():
+        if not self._steps():
             shutil.rmtree(self.folder)
             return
-        place = self._aside / read_json(run)["key"][:_NAME]
+        place = self._aside / (key or _UNKNOWN)[:_NAME]
         place.parent.mkdir(exist_ok=True)
+        shutil.rmtree(place, ignore_errors=True)
         self.folder.rename(place)
         place.touch()
-        print(
-            f"{self.folder}: checkpoints of other settings or other hidden states; starting anew. They are kept in {place}, and "
-            f"taken up again with those settings."
+        why = (
+            f"checkpoints of other settings or other hidden states; starting anew. They are kept in {place}, and taken up again "
+            f"with those settings."
         )
+        if key is None:
+            why = f"run.json does not say what these checkpoints are of; starting anew. They are kept in {place}."
+        print(f"{self.folder}: {why}")
         for old in sorted(self._aside.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             shutil.rmtree(old)
 
@@ -141,14 +150,28 @@ class Checkpoints:
         return False
 
     def _record(self, step: int) -> dict:
-        """What is known of a checkpoint without loading it; empty where its writer died, or the disk lost it."""
-        try:
-            return read_json(self._path(step).with_suffix(".json"))
-        except DraftlineError:
-            return {}
+        """What is known of a checkpoint without loading it; empty where its writer died, or the disk lost or changed it."""
+        record = _read(self._path(step).with_suffix(".json"))
+        return record if record.keys() >= _RECORDED else {}
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.pt"
 
     def _steps(self) -> list[int]:
-        return sorted(int(path.stem.removeprefix("step-")) for path in self.folder.glob("step-*.pt"))
+        found = (path for path in self.folder.glob("step-*.pt") if path.is_file())
+        return sorted(int(number) for path in found if (number := path.stem.removeprefix("step-")).isdigit())
+
+
+def _key_of(run: Path) -> str | None:
+    """Of the run whose folder this record is in; None where it does not say."""
+    key = _read(run).get("key")
+    return key if isinstance(key, str) else None
+
+
+def _read(path: Path) -> dict:
+    """A record; empty where there is none."""
+    try:
+        record = read_json(path)
+    except DraftlineError:
+        return {}
+    return record if isinstance(record, dict) else {}

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tasks.common.errors import DraftlineError
-from tasks.common.params import TrainDraft
+from tasks.common.params import PARAMS, TrainDraft
 from tasks.train_draft.batch import Batch
 from tasks.train_draft.data import DraftData
 
@@ -65,6 +65,20 @@ class MemoryByTokens:
 def _allocated(device: torch.device) -> dict[str, int]:
     """Bytes, `current` and `peak`; the flat form of these figures takes torch ten times as long."""
     return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"]
+
+
+def require_gpu(device: str) -> None:
+    """
+    Raises:
+        DraftlineError: it is a GPU that this process cannot use.
+    """
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and not (torch.cuda.is_available() and int(index or 0) < torch.cuda.device_count()):
+        found = f"sees {torch.cuda.device_count()} GPUs" if torch.cuda.is_available() else "can use no GPU"
+        raise DraftlineError(
+            f"{PARAMS}: target.device is {device}, and torch {torch.__version__} {found} here. Set target.device: cpu, or see "
+            f"`python -m tasks.verify_environment`."
+        )
 
 
 def capacity(device: str) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -16,11 +17,13 @@ def retryable() -> Iterator[None]:
     """Also a signal before the first step or after the last one ends with RETRY: what there is to lose is on the disk."""
     try:
         yield
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code not in [RETRY, *(128 + number for number in _NUMBERS)]:
+            raise
+        if int(os.environ.get("RANK", 0)) == 0:
+            said = f"stopped by a signal (exit code {RETRY}): every step is saved, the same command goes on from there."
+            print(said, file=sys.stderr, flush=True)
         raise SystemExit(RETRY) from None
-    except SystemExit as error:
-        signalled = error.code in [128 + number for number in _NUMBERS]
-        raise SystemExit(RETRY if signalled else error.code) from None
 
 
 class Interrupted(BaseException):

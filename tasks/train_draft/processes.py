@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tasks.common.errors import DraftlineError
 from tasks.common.params import PARAMS, Params
+from tasks.train_draft.gpu_memory import require_gpu
 
 _VARIABLES = {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_RANK": 0}
 # One process prepares or evaluates while the others wait; if it dies its connection closes and they do not wait longer.
@@ -78,6 +79,7 @@ class Processes:
                 f"evenly. Set it to a multiple of {size}: it is how many packed batches one optimiser step takes, whatever the "
                 f"number of processes."
             )
+        require_gpu(params.target.device)
         kind, _, first = params.target.device.partition(":")
         device = f"cuda:{int(first or 0) + local}" if kind == "cuda" else "cpu"
         if size == 1:

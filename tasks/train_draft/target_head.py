@@ -1,11 +1,14 @@
 """The target's own next-token distribution, from its stored last states and its frozen head."""
 
+import os
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
+from tasks.common.errors import DraftlineError
+from tasks.common.files import read_json, replacing, sha256_file, write_json
 from tasks.common.hidden_states import HiddenStates
 from tasks.common.progress import progress
 from tasks.common.target import TargetShape
@@ -79,23 +82,41 @@ def cache_target_argmax(states: HiddenStates, head: TargetHead, path: Path) -> n
     It costs the full head for each token, so it is taken once: int32, 4 bytes a token.
 
     Args:
-        path: where it is kept; read from there if an earlier run finished it.
+        path: where it is kept, with its SHA-256 beside it; read from there if an earlier run finished it.
 
     Returns:
         memory-mapped int32 over the tokens of the split, in its order; -1 where not needed.
     """
-    if not path.exists():
-        total = int(states.tokens.sum())
-        partial = path.with_name(f".{path.name}.partial")
-        argmax = np.lib.format.open_memmap(partial, mode="w+", dtype=np.int32, shape=(total,))
-        start = 0
-        with progress(total=total, desc=path.stem.replace("_", " "), unit="token") as bar:
-            for index in range(len(states)):
-                sample = states.read(index)
-                tokens = head.greedy(sample.loss_mask, sample.last)
-                argmax[start : start + sample.num_tokens] = tokens.numpy()
-                start += sample.num_tokens
-                bar.update(sample.num_tokens)
-        argmax.flush()
-        partial.rename(path)
+    if not _is_cached(path):
+        total, start = int(states.tokens.sum()), 0
+        with replacing(path) as partial:
+            argmax = np.lib.format.open_memmap(partial, mode="w+", dtype=np.int32, shape=(total,))
+            _take_room(partial)
+            with progress(total=total, desc=path.stem.replace("_", " "), unit="token") as bar:
+                for index in range(len(states)):
+                    sample = states.read(index)
+                    tokens = head.greedy(sample.loss_mask, sample.last)
+                    argmax[start : start + sample.num_tokens] = tokens.numpy()
+                    start += sample.num_tokens
+                    bar.update(sample.num_tokens)
+            argmax.flush()
+        write_json(path.with_suffix(".json"), {"sha256": sha256_file(path)})
     return np.load(path, mmap_mode="r")
+
+
+def _is_cached(path: Path) -> bool:
+    if not path.exists():
+        return False
+    try:
+        whole = read_json(path.with_suffix(".json")).get("sha256") == sha256_file(path)
+    except (DraftlineError, AttributeError):
+        whole = False
+    if not whole:
+        print(f"{path}: cut off or changed since it was written; it is computed again.", flush=True)
+    return whole
+
+
+def _take_room(path: Path) -> None:
+    """Have the disk hold all of a file: a full one is an error now, and would be a bus error when its memory is written."""
+    with open(path, "r+b") as file:
+        os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)

@@ -1,5 +1,6 @@
 """The training loop: AdamW on the TTT loss, the best draft by predicted acceptance length kept."""
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
@@ -23,7 +24,7 @@ from tasks.train_draft.gpu_memory import MemoryByTokens, capacity, held_bytes, o
 from tasks.train_draft.health import Health, target_entropy
 from tasks.train_draft.interrupts import RETRY, Interrupted, Interrupts
 from tasks.train_draft.meters import Meters, Reading
-from tasks.train_draft.processes import Processes, SharedExit
+from tasks.train_draft.processes import Processes, SharedError, SharedExit
 from tasks.train_draft.proposals import sample_proposals
 from tasks.train_draft.replay import ReplayedStep
 from tasks.train_draft.ring import RingStream
@@ -211,6 +212,11 @@ class Trainer:
     def _measure(self) -> Evaluation:
         sizes = (self.params.ttt_length, self.num_steps)
         heldout = measure(self.draft, self.head, self.vocab_map, self.heldout, *sizes, self.processes)
+        if not math.isfinite(heldout.loss):
+            raise SharedError(
+                f"step {self.step}: the held-out loss is {heldout.loss}, the training loss {self._figures['loss']:.3g}: held-out states "
+                f"hold NaN or Inf. `python -m tasks.gate_hidden_states` names the samples; dump them again."
+            )
         shown = self.processes.is_first
         proposals = sample_proposals(self.draft, self.heldout, self.num_steps, self.vocab_map) if shown else []
         return Evaluation(heldout, proposals)

@@ -1,11 +1,15 @@
 """Checkpoints: what is on the disk after any death, and what is taken up again."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
 from tasks.train_draft.checkpoints import Checkpoints
+from tasks.train_draft.prepare import prepare_training
+from tests.train_draft.conftest import CHECKPOINTS, DRAFT, train
 
 
 @pytest.fixture
@@ -165,3 +169,37 @@ def test_another_contract_is_refused(folder):
         DraftlineError, match=r"step-00000001.pt: trained under .* aux_layer_ids \[1, 3\], not \[1, 4\]\. Delete"
     ):
         checkpoints.load(1, other)
+
+
+@pytest.mark.parametrize("spoil", [Path.unlink, lambda run: run.write_text(""), lambda run: run.write_text("{}")])
+def test_checkpoints_of_which_nobody_knows_whose_they_are_are_kept_aside(params, spoil, capsys):
+    train(params, until=5)
+    spoil(CHECKPOINTS / "run.json")
+    trainer, _ = prepare_training(params, DRAFT)
+    assert trainer.step == 0
+    aside = DRAFT.with_name("draft_set_aside") / "of_unknown_run"
+    assert f"starting anew. They are kept in {aside}" in " ".join(capsys.readouterr().out.split())
+    assert (aside / "step-00000004.pt").exists()
+
+
+@pytest.mark.parametrize("record", ["[1]", "null", "{}", '{"sha256": "x"}', "", "{"])
+def test_a_damaged_record_is_passed_over(params, record, capsys):
+    train(params, until=5)
+    (CHECKPOINTS / "step-00000004.json").write_text(record)
+    assert prepare_training(params, DRAFT)[0].step == 2
+    assert "step-00000004.pt: cut off, changed or gone" in capsys.readouterr().out
+
+
+def test_what_only_looks_like_a_checkpoint_is_none(params):
+    train(params, until=5)
+    (CHECKPOINTS / "step-latest.pt").write_bytes(b"x")
+    (CHECKPOINTS / "step-00000099.pt").mkdir()
+    assert prepare_training(params, DRAFT)[0].step == 4
+
+
+def test_checkpoints_that_a_killed_run_was_removing_are_gone_with_the_next(params):
+    train(params, until=5)
+    (gone := DRAFT / ".checkpoints.gone").mkdir()
+    (gone / "step-00000008.pt").write_bytes(b"x")
+    assert prepare_training(params, DRAFT)[0].step == 4
+    assert not gone.exists()

@@ -177,12 +177,20 @@ def test_readers_outlive_a_signal_to_the_group_and_leave_with_the_trainer(params
 
 @pytest.mark.parametrize(
     ("raised", "code"),
-    [(SystemExit(143), RETRY), (SystemExit(129), RETRY), (KeyboardInterrupt(), RETRY), (SystemExit(1), 1)],
+    [
+        (SystemExit(143), RETRY),
+        (SystemExit(129), RETRY),
+        (KeyboardInterrupt(), RETRY),
+        (SystemExit(RETRY), RETRY),
+        (SystemExit(1), 1),
+        (SystemExit(2), 2),
+    ],
 )
-def test_a_signal_outside_the_steps_says_try_again_too(raised, code):
+def test_a_signal_outside_the_steps_says_try_again_too(raised, code, capsys):
     with pytest.raises(SystemExit) as left, retryable():
         raise raised
     assert left.value.code == code
+    assert ("the same command goes on from there" in capsys.readouterr().err) == (code == RETRY)
 
 
 @pytest.mark.faults

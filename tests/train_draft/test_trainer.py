@@ -1,12 +1,18 @@
+import os
+
 import pytest
 import torch
 
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates, Sample
+from tasks.common.locks import alone_on
+from tasks.train_draft import __main__ as train_draft
 from tasks.train_draft.prepare import prepare_training, write_result
-from tests.stored import write_split
-from tests.train_draft.conftest import DRAFT, SETTINGS, train
+from tasks.train_draft.processes import Processes
+from tasks.train_draft.source import DumpedSource
+from tests.stored import copy_of, write_split
+from tests.train_draft.conftest import CHECKPOINTS, DRAFT, SETTINGS, train
 
 
 def test_two_runs_give_the_same_bytes(params):
@@ -65,6 +71,46 @@ def test_a_step_of_more_batches_than_memory_holds_is_refused_before_anything_is_
         match=r"global_batch_size 1000000000 .* the 1000000000 batches of a step at once, .* free on cpu",
     ):
         prepare_training(changed, DRAFT)
+    assert not DRAFT.exists()
+
+
+@pytest.mark.parametrize("changed", [b"", b"\x93NUMPY", None])
+def test_greedy_tokens_that_were_changed_on_the_disk_are_computed_again(params, changed, capsys):
+    report = train(params)
+    train(params, until=5)
+    cached = CHECKPOINTS / "heldout_argmax.npy"
+    cached.write_bytes(cached.read_bytes()[:-8] + bytes(8) if changed is None else changed)
+    assert train(params) == report
+    assert "heldout_argmax.npy: cut off or changed since it was written" in capsys.readouterr().out
+
+
+def test_held_out_states_that_are_not_finite_stop_the_run_at_its_first_evaluation(params):
+    states = HiddenStates(HIDDEN_STATES / "heldout")
+    samples = [copy_of(states.read(index)) for index in range(len(states))]
+    samples[1].last[9] = float("nan")
+    write_split(states.folder, states.contract, [samples])
+    with pytest.raises(DraftlineError, match=r"step 4: the held-out loss is nan.* hold NaN or Inf"):
+        train(params)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:7"])
+def test_a_gpu_that_is_not_there_is_said(tiny_params, device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("it is there")
+    with (
+        pytest.raises(DraftlineError, match=rf"target.device is {device}, and torch .* Set target.device: cpu"),
+        Processes.joined(tiny_params(target={"device": device})),
+    ):
+        pass
+
+
+def test_a_second_training_on_the_same_folder_is_refused_and_the_first_is_named(params):
+    (DRAFT.parent).mkdir(exist_ok=True)
+    with (
+        alone_on(DRAFT.with_suffix(".lock"), "{}"),
+        pytest.raises(DraftlineError, match=rf"another training \(pid {os.getpid()} on .*\) works there"),
+    ):
+        train_draft.train(params, None, DumpedSource)
     assert not DRAFT.exists()
 
 
