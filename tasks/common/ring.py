@@ -15,6 +15,7 @@ from tasks.common.shard import StoredShard, read_mark, shard_is_done
 from tasks.common.shard_layout import ShardPlan
 
 _POLL_S = 0.02
+_QUIET_S = 10.0  # a reader that waits longer says for what
 _PATIENCE_S = 3600
 
 
@@ -83,9 +84,13 @@ def consume(
         if is_freed(folder, shard.name, shard.sha256):
             path.unlink(missing_ok=True)  # the reader died between the two
             continue
-        began = time.monotonic()
+        began, said = time.monotonic(), False
         while not shard_is_done(folder, shard.name, shard.sha256):
-            if time.monotonic() - began > patience_s:
+            waited = time.monotonic() - began
+            if waited > _QUIET_S and not said:
+                print(f"{path}: waiting for the dump to write it, for {patience_s:.0f} s at most", flush=True)
+                said = True
+            if waited > patience_s:
                 raise DraftlineError(
                     f"{path}: not written within {patience_s:.0f} s. Does the dump still run, with the same params.yaml? Start it "
                     f"again: `python -m tasks.dump_hidden_states`. It goes on where it was."

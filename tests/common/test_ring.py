@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tasks.common import ring
 from tasks.common.errors import DraftlineError
 from tasks.common.hidden_states import Sample
 from tasks.common.ring import bounded, consume, forget_freed, was_written
@@ -111,3 +112,11 @@ def test_a_shard_counts_as_written_while_it_is_consumed(tmp_path):
             stop.set()
         watcher.result()  # what it raised, too
     assert lost == []
+
+
+def test_a_reader_that_waits_says_for_which_shard(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(ring, "_QUIET_S", 0.05)
+    with pytest.raises(DraftlineError, match="shard-00000.safetensors: not written within 0 s"):
+        next(consume(tmp_path, plans(), lambda folder, plan: None, patience_s=0.4))
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.endswith("shard-00000.safetensors: waiting for the dump to write it, for 0 s at most")
