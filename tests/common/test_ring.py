@@ -116,7 +116,7 @@ def test_a_shard_counts_as_written_while_it_is_consumed(tmp_path):
 
 def test_a_reader_that_waits_says_for_which_shard(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ring, "_QUIET_S", 0.05)
-    with pytest.raises(DraftlineError, match="shard-00000.safetensors: not written within 0 s"):
+    with pytest.raises(DraftlineError, match=r"shard-00000\.safetensors: not written within 0 s"):
         next(consume(tmp_path, plans(), lambda folder, plan: None, patience_s=0.4))
     (line,) = capsys.readouterr().out.splitlines()
     assert line.endswith("shard-00000.safetensors: waiting for the dump to write it, for 0 s at most")
