@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ ARTIFACTS = Path("artifacts")
 REPORTS = Path("reports")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EFBIG)
 _NOTHING_LEFT = 2**20  # bytes
 
 
@@ -24,18 +25,22 @@ def replacing(path: Path) -> Iterator[Path]:
     """Yield where to write a new `path`: a reader sees the old file or the new one, never a part (fsync, rename).
 
     Raises:
-        DraftlineError: the disk is full. What was written of the file is removed.
+        DraftlineError: the disk is full, or the place cannot be written. What was written of the file is removed.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
     except Exception as error:
         # torch and safetensors wrap the system's error in their own.
-        full = getattr(error, "errno", None) in _FULL or shutil.disk_usage(path.parent).free < _NOTHING_LEFT
-        partial.unlink(missing_ok=True)
+        number, full = getattr(error, "errno", None), False
+        with suppress(OSError):  # whatever it is, the first error counts
+            full = number in _FULL or shutil.disk_usage(path.parent).free < _NOTHING_LEFT
+            partial.unlink(missing_ok=True)
+        if number in _REFUSED and error.filename in (None, str(partial), str(path.parent)):
+            raise DraftlineError(f"{path}: cannot be written: {os.strerror(number)}.") from None
         if full:
             raise DraftlineError(
                 f"{path}: cannot be written, the disk is full. Make room, then `dvc repro`: finished work is kept."
