@@ -37,6 +37,8 @@ def load(tmp_path, text: str) -> Params:
         ("serve: {num_steps: 5}", ["serve", "num_draft_tokens is 4", "set num_draft_tokens: 6"]),
         ("serve: {num_steps: 3, eagle_topk: 2, num_draft_tokens: 40}", ["serve", "make at most 11"]),
         ("serve: {num_steps: 5, num_draft_tokens: 6}", ["ttt_length is 3", "drafts 5"]),
+        ("train_draft: {weight_decay: .inf}", ["train_draft.weight_decay", "finite number", "inf"]),
+        ("train_draft: {seed: -1}", ["train_draft.seed", "greater than or equal to 0"]),
         ("target: [", ["not valid YAML"]),
     ],
 )
