@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 from tasks.train_draft import loss
 
 pytest.importorskip("triton")
+ROOT = Path(__file__).parents[2]
 
 
 def differences(device: str, dtype: torch.dtype) -> None:
@@ -48,5 +50,7 @@ def test_the_kernel_gives_what_the_plain_form_gives(dtype):
     # The interpreter is chosen when the kernel is read: in a process of its own.
     program = f"import torch; from {__name__} import differences; differences('cpu', torch.{dtype}); print('compared')"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.stdout == "compared\n", done.stderr
