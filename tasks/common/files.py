@@ -16,7 +16,7 @@ ARTIFACTS = Path("artifacts")
 REPORTS = Path("reports")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.EFBIG)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
 _NOTHING_LEFT = 2**20  # bytes
 
 

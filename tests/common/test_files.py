@@ -1,14 +1,12 @@
 """Files that appear whole or not at all."""
 
 import errno
-import resource
-import signal
 from collections import namedtuple
 
 import pytest
 
 from tasks.common.errors import DraftlineError
-from tasks.common.files import replacing, write_atomically, write_json
+from tasks.common.files import replacing, write_json
 
 
 @pytest.mark.parametrize(
@@ -38,16 +36,3 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "reports").write_text("a file in the folder's place")
     with pytest.raises(DraftlineError, match=r"reports/x.json: cannot be written: File exists\."):
         write_json(tmp_path / "reports" / "x.json", {})
-
-
-def test_a_file_beyond_the_limit_of_its_process_is_one_sentence(tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
-    try:
-        with pytest.raises(DraftlineError, match=r"x.bin: cannot be written: File too large\."):
-            write_atomically(tmp_path / "x.bin", bytes(100_000))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, ignored)
-    assert not list(tmp_path.iterdir())
