@@ -47,8 +47,10 @@ class Interrupts:
                 signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if not self.asked:  # else what closes files and runs now is not cut short either
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        # What closes files and runs now is not cut short either; nor what says that a process is missing (a RuntimeError
+        # of a collective) by the SIGTERM that torchrun sends for the same reason.
+        if not self.asked and not isinstance(error, RuntimeError):
             for number, handler in self._before.items():
                 signal.signal(number, handler)
 

@@ -14,7 +14,7 @@ import torch
 
 from tasks.common.target import load_model
 from tasks.train_draft import trainer as trainer_module
-from tasks.train_draft.interrupts import RETRY, retryable
+from tasks.train_draft.interrupts import RETRY, Interrupts, retryable
 from tasks.train_draft.prepare import prepare_training, write_result
 from tests.flows.processes import until
 from tests.train_draft.conftest import CHECKPOINTS, DRAFT, SETTINGS, files, train
@@ -191,6 +191,18 @@ def test_a_signal_outside_the_steps_says_try_again_too(raised, code, capsys):
         raise raised
     assert left.value.code == code
     assert ("the same command goes on from there" in capsys.readouterr().err) == (code == RETRY)
+
+
+def test_a_run_that_a_missing_process_ends_is_not_cut_short_by_torchruns_signal():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        with pytest.raises(RuntimeError), Interrupts() as interrupts:
+            raise RuntimeError("gloo: Connection closed by peer")
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.faults
