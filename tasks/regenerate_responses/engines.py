@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from tasks.common.errors import DraftlineError
 from tasks.common.files import sha256_json
 from tasks.common.params import PARAMS, Params, Regenerate
+from tasks.common.server_plan import ServerPlan, baseline_plan, flag
 from tasks.common.target import load_model, stop_token_ids
 
 # Sent with each request, so that no default of the server counts: SGLang knows --preferred-sampling-params, and
@@ -53,11 +54,16 @@ def open_engine(params: Params):
         yield lambda requests: _generate_in_batches(model, params.regenerate, requests)
     else:
         from tasks.common.server import Server
-        from tasks.common.server_plan import baseline_plan
 
         _require_seed_to_count(params)
-        with Server(baseline_plan(params)) as server:
+        with Server(answering_plan(params)) as server:
             yield lambda requests: _generate_on_server(server, params.regenerate, requests)
+
+
+def answering_plan(params: Params) -> ServerPlan:
+    """The target, for prompts that come once each."""
+    why = "a prompt comes once; a full prefix cache costs a search of all its answers at every step (5,000 for 17,000 tok/s)"
+    return baseline_plan(params).adding((flag("--disable-radix-cache", reason=why),))
 
 
 def _generate_in_batches(model, settings: Regenerate, requests: list[Request]) -> Iterator[list[Answer]]:

@@ -13,6 +13,7 @@ from tasks.common.files import read_json, read_jsonl, write_jsonl
 from tasks.common.params import Regenerate, Target
 from tasks.common.prompts import PROMPTS, Prompt
 from tasks.common.responses import RESPONSES, read_responses
+from tasks.common.server_plan import baseline_plan
 from tasks.common.target import TARGET, load_model, load_tokenizer, render_prompt
 from tasks.prepare_target.prepare import prepare_target
 from tasks.regenerate_responses import engines
@@ -307,6 +308,12 @@ def test_requests_state_all_that_a_server_could_fill_in_otherwise_and_a_seed_of_
     assert {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}.items() <= server.sampling[0].items()
     assert server.sampling[0]["temperature"] == 0.7
     assert len({sampling["sampling_seed"] for sampling in server.sampling}) == 40
+
+
+def test_a_server_that_answers_each_prompt_once_keeps_no_prefix_cache(project, tiny_params):
+    params = tiny_params(serve={"context_length": 256})
+    baseline, answering = baseline_plan(params).flags, engines.answering_plan(params).flags
+    assert [flag.name for flag in answering if flag not in baseline] == ["--disable-radix-cache"]
 
 
 def test_a_seed_that_sglang_would_leave_aside_is_refused(tiny_params):
