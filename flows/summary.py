@@ -44,6 +44,7 @@ def print_summary(result: PipelineResult, tracking: Tracking) -> None:
         stages.add_row(
             stage.stage, "[dim]cached[/]" if cached else "[green]done[/]", "" if cached else _duration(stage.seconds)
         )
+    stages.add_row("[bold]all[/]", "", _duration(sum(stage.seconds for stage in result.stages)))
     facts = Table(box=None, show_header=False, padding=(0, 2))
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")

@@ -10,6 +10,7 @@ import os
 for _name, _value in {
     "DO_NOT_TRACK": "true",  # Prefect's client, Hugging Face, MLflow
     "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",  # it writes over the bars of training
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DVC_NO_ANALYTICS": "true",
     "ITERATIVE_DO_NOT_TRACK": "true",  # DVC's studio client

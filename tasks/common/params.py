@@ -1,15 +1,17 @@
 """`params.yaml`, typed: a section a stage, unknown keys refused, exclusive options checked at load time."""
 
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from tasks.common.errors import DraftlineError
 
 if TYPE_CHECKING:
     import torch
+    from pydantic_core import ErrorDetails
 
 PARAMS = Path("params.yaml")
 Engine = Literal["transformers", "sglang"]
@@ -21,6 +23,14 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic takes true for 1."""
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+            raise ValueError("true and false are no numbers")
+        return value
 
 
 class Target(Section):
@@ -99,6 +109,14 @@ class TrainDraft(Section):
     checkpoint_every: Count = 50
     evaluate_every: Count = Field(100, description="steps between held-out evaluations; the best predicted AL is kept")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    @model_validator(mode="after")
+    def _warmup_ends(self) -> "TrainDraft":
+        if self.warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"warmup_steps is {self.warmup_steps}, max_steps {self.max_steps}: the learning rate would never be reached"
+            )
+        return self
 
     def computed_in(self, device: str) -> "torch.dtype":
         """The type that training computes in on `device`."""
@@ -202,7 +220,7 @@ def load_params(path: Path = PARAMS) -> Params:
             exclude each other; one line for each, naming the field.
     """
     try:
-        raw = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        raw = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce) or {}
     except FileNotFoundError:
         raise DraftlineError(f"{path}: not there. Run from the repository's root, which holds it.") from None
     except yaml.YAMLError as error:
@@ -210,9 +228,27 @@ def load_params(path: Path = PARAMS) -> Params:
     try:
         return Params.model_validate(raw)
     except ValidationError as error:
-        lines = [
-            f"{path}: {'.'.join(map(str, e['loc'])) or 'whole file'}: {e['msg'].removeprefix('Value error, ')}"
-            + ("" if e["type"] in ("value_error", "missing") else f" (found {e['input']!r})")
-            for e in error.errors()
-        ]
-        raise DraftlineError("\n".join(lines)) from None
+        raise DraftlineError("\n".join(_described(path, found) for found in error.errors())) from None
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """Of a key that stands twice YAML would take the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen = set()
+        for name, _ in node.value:
+            if name.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{name.value} stands twice", name.start_mark)
+            seen.add(name.value)
+        return super().construct_mapping(node, deep)
+
+
+def _described(path: Path, error: "ErrorDetails") -> str:
+    place = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        section = Params.model_fields[error["loc"][0]].annotation if len(error["loc"]) > 1 else Params
+        near = get_close_matches(str(error["loc"][-1]), section.model_fields, n=1)
+        known = f"did you mean {near[0]}?" if near else f"known are {', '.join(section.model_fields)}"
+        return f"{path}: {place}: no such parameter; {known}"
+    found = "" if error["type"] in ("value_error", "missing") else f" (found {error['input']!r})"
+    return f"{path}: {place or 'sections together'}: {error['msg'].removeprefix('Value error, ')}{found}"

@@ -20,13 +20,15 @@ REPORT = REPORTS / "train_draft.json"
 
 
 def main(params: Params, tracker: Tracker) -> None:
+    from tasks.train_draft.finished import finished_report
     from tasks.train_draft.source import DumpedSource
 
-    train(params, tracker, DumpedSource)
+    train(params, tracker, DumpedSource, finished_report)
 
 
-def train(params: Params, tracker: Tracker, open_source) -> None:
-    """Train on the states of `open_source(params)` (source.py)."""
+def train(params: Params, tracker: Tracker, open_source, finished_report=lambda *_: None) -> None:
+    """Train on the states of `open_source(params)` (source.py), unless that is done (finished.py)."""
+    from tasks.train_draft.finished import FINISHED, write_finished
     from tasks.train_draft.interrupts import retryable
     from tasks.train_draft.live import show_steps
     from tasks.train_draft.prepare import prepare_training, write_result
@@ -37,6 +39,16 @@ def train(params: Params, tracker: Tracker, open_source) -> None:
     with retryable(), Processes.joined(params) as processes, ExitStack() as stack:
         if processes.is_first:
             stack.enter_context(alone_on(folder.with_suffix(".lock"), refusal))
+        report = processes.of_first(finished_report(params, folder) if processes.is_first else None)
+        if report:
+            if processes.is_first:
+                write_json(REPORT, report)
+                tracker.log_artifact(REPORT)
+                print(
+                    f"{folder}: trained already, with these settings, states, code and versions; {REPORT} is written again. To train "
+                    f"anew, delete {folder / FINISHED}."
+                )
+            return
         trainer, facts = prepare_training(params, folder, open_source, processes)
         if not processes.is_first:
             for _ in trainer.steps():
@@ -46,6 +58,7 @@ def train(params: Params, tracker: Tracker, open_source) -> None:
         report = write_result(trainer, folder, facts)
         write_json(REPORT, report)
         tracker.log_artifact(REPORT)
+        write_finished(folder, trainer.checkpoints.key, report)
         trainer.checkpoints.remove()
         print(f"{folder}: predicted acceptance length {report['predicted_accept_length']:.3f} at step {report['step']}")
 

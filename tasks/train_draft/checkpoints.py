@@ -31,7 +31,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, key: str):
         """Open the checkpoints of the run `key`; those of another run are set aside with a printed line."""
-        self.folder, self._aside = folder, folder.parent.with_name(f"{folder.parent.name}_set_aside")
+        self.key, self.folder, self._aside = key, folder, folder.parent.with_name(f"{folder.parent.name}_set_aside")
         self._best_sha256: dict[int, str] = {}
         self._whole: list[int] = []  # steps of checkpoints that were written or found whole here
         self._gone = folder.with_name(f".{folder.name}.gone")

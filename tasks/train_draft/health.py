@@ -136,9 +136,10 @@ class Health:
             if not math.isfinite(value):
                 before = f"{statistics.median(self._norms):.2g}" if self._norms else "not known yet"
                 raise SharedError(
-                    f"step {vitals.step}: the {name} is {value} on samples {self._samples(vitals)}. Look at their rows in "
-                    f"reports/gates/hidden_states.html: states that are NaN, Inf or huge are the likely cause where the norm of the "
-                    f"gradient was steady before (median {before}). If their states are sound, lower train_draft.learning_rate."
+                    f"step {vitals.step}: the {name} is {value} on samples {self._samples(vitals)}, which are packed together, so that one "
+                    f"spoils all. States that are NaN, Inf or huge are the likely cause where the norm of the gradient was steady before "
+                    f"(median {before}): `python -m tasks.gate_hidden_states` reads them all again and names sample and shard; dump "
+                    f"that shard again. If it passes, lower train_draft.learning_rate."
                 )
 
     def _require_no_explosion(self, vitals: Vitals) -> None:

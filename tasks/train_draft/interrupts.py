@@ -21,7 +21,7 @@ def retryable() -> Iterator[None]:
         if isinstance(error, SystemExit) and error.code not in [RETRY, *(128 + number for number in _NUMBERS)]:
             raise
         if int(os.environ.get("RANK", 0)) == 0:
-            said = f"stopped by a signal (exit code {RETRY}): every step is saved, the same command goes on from there."
+            said = f"stopped by a signal (exit code {RETRY}): what was trained is saved, the same command goes on from there."
             print(said, file=sys.stderr, flush=True)
         raise SystemExit(RETRY) from None
 

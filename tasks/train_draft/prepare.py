@@ -3,8 +3,6 @@
 import shutil
 from pathlib import Path
 
-import torch
-
 from tasks.common.contract import Contract
 from tasks.common.draft import Eagle3Draft
 from tasks.common.errors import DraftlineError
@@ -47,6 +45,8 @@ def prepare_training(
     heldout = HiddenStates(HIDDEN_STATES / "heldout")
     contract, known = train.contract, train.summary()
     contract.require_same(heldout.contract, str(HIDDEN_STATES / "train"), str(heldout.folder))
+    # Before the target's greedy tokens are computed: it refuses sizes that do not fit.
+    draft = Eagle3Draft.for_target(shape, contract, settings.draft_vocab_size, weights.embed_tokens())
     counts = {"train": known.counts, "heldout": count_supervised_tokens(heldout)}
     vocab_map = build_vocab_map(counts["train"], settings.draft_vocab_size)
     shares = coverage(vocab_map, counts)
@@ -55,14 +55,17 @@ def prepare_training(
     head, dtype = TargetHead(weights, shape, contract.last_is_normed, device), settings.computed_in(device)
     form = BatchForm.of(vocab_map, device, dtype, settings.ttt_length, settings.batch_tokens)
     with processes.first_alone():
-        checkpoints = Checkpoints(folder / "checkpoints", _key(params, dtype, contract, known.identity, heldout))
+        checkpoints = Checkpoints(folder / "checkpoints", run_key(params, contract, known.identity, heldout))
         if processes.is_first:
-            for name in ("draft.safetensors", "draft.json"):  # of an earlier run: no result stands beside partial work
+            for name in (
+                "finished.json",
+                "draft.safetensors",
+                "draft.json",
+            ):  # of an earlier run: no result stands beside partial work
                 (folder / name).unlink(missing_ok=True)
             vocab_map.save(folder / "vocab_map.safetensors")
         batches = train.batches(head, checkpoints.folder, form, processes)
         argmax = cache_target_argmax(heldout, head, checkpoints.folder / "heldout_argmax.npy")
-    draft = Eagle3Draft.for_target(shape, contract, settings.draft_vocab_size, weights.embed_tokens())
     start = weights if settings.init_from_target else None
     initialise(draft, vocab_map, settings.seed, shape, start, train.first_states)
     draft.to(device)
@@ -136,12 +139,16 @@ def _require_room(params: Params, contract: Contract, train_tokens: int, process
         )
 
 
-def _key(params: Params, dtype: torch.dtype, contract: Contract, train: list[str], heldout: HiddenStates) -> str:
-    """Names all that the steps depend on. How they are computed may change from one start to the next, not in what type."""
+def run_key(params: Params, contract: Contract, train: list[str], heldout: HiddenStates) -> str:
+    """Names all that the steps depend on. How they are computed may change from one start to the next, not in what type.
+
+    Args:
+        train: identity of the shards that are trained on.
+    """
     return sha256_json(
         {
             "train_draft": params.train_draft.model_dump(exclude=_NOT_OF_THE_STEPS),
-            "dtype": str(dtype),
+            "dtype": str(params.train_draft.computed_in(params.target.device)),
             "num_steps": params.serve.num_steps,
             "contract": contract.model_dump(),
             "shards": {"train": train, "heldout": [shard["checksum"] for shard in heldout.shards]},

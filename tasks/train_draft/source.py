@@ -71,10 +71,13 @@ class DumpedSource:
         self.states = HiddenStates(TRAIN)
         self.contract = self.states.contract
 
+    @property
+    def identity(self) -> list[str]:
+        return [shard["checksum"] for shard in self.states.shards]
+
     def summary(self) -> Summary:
         states = self.states
-        identity = [shard["checksum"] for shard in states.shards]
-        return Summary(identity, count_supervised_tokens(states), len(states), int(states.tokens.sum()))
+        return Summary(self.identity, count_supervised_tokens(states), len(states), int(states.tokens.sum()))
 
     def first_states(self) -> TrainingStates:
         return training_states(self.states)

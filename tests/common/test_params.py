@@ -32,7 +32,12 @@ def load(tmp_path, text: str) -> Params:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("train_draft: {lerning_rate: 0.1}", ["params.yaml: train_draft.lerning_rate", "not permitted"]),
+        ("train_draft: {lerning_rate: 0.1}", ["params.yaml: train_draft.lerning_rate", "did you mean learning_rate?"]),
+        ("train_draft: {epochs: 3}", ["train_draft.epochs: no such parameter; known are draft_vocab_size, ttt_length"]),
+        ("train_drafts: {epochs: 3}", ["params.yaml: train_drafts: no such parameter; did you mean train_draft?"]),
+        ("train_draft: {learning_rate: true}", ["train_draft.learning_rate", "no numbers"]),
+        ("train_draft: {warmup_steps: 4, max_steps: 4}", ["train_draft", "warmup_steps is 4, max_steps 4"]),
+        ("seed: 1\nserve: {port: 3000, port: 4000}", ["not valid YAML", "port stands twice", "line 2, column 21"]),
         ("dump: {batch_tokens: many}", ["dump.batch_tokens", "valid integer", "'many'"]),
         ("serve: {num_steps: 5}", ["serve", "num_draft_tokens is 4", "set num_draft_tokens: 6"]),
         ("serve: {num_steps: 3, eagle_topk: 2, num_draft_tokens: 40}", ["serve", "make at most 11"]),

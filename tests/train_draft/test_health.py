@@ -106,13 +106,13 @@ def test_a_loss_that_stays_far_above_its_start_stops_the_run(resumed_after):
 @pytest.mark.parametrize("field", ["loss", "norm"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_value_that_is_not_finite_names_its_samples(field, value):
-    with pytest.raises(DraftlineError, match=r"step 3: the .* is (nan|inf) on samples a-3, b-3\. .*learning_rate"):
+    with pytest.raises(DraftlineError, match=r"step 3: the .* is (nan|inf) on samples a-3, b-3, .*learning_rate"):
         health().examine(vitals(3, **{field: value}))
 
 
 def test_of_several_batches_the_one_that_is_not_finite_is_named():
     batches = (BatchVitals(("fine",), 1.0), BatchVitals(("bad",), math.nan), BatchVitals(("fine too",), 2.0))
-    with pytest.raises(DraftlineError, match=r"is nan on samples bad\."):
+    with pytest.raises(DraftlineError, match=r"is nan on samples bad,"):
         health().examine(Vitals(1, math.nan, 1.0, 100, 90, batches))
 
 
