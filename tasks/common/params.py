@@ -112,7 +112,7 @@ class TrainDraft(Section):
 
     @model_validator(mode="after")
     def _warmup_ends(self) -> "TrainDraft":
-        if self.warmup_steps >= self.max_steps:
+        if self.warmup_steps > self.max_steps:
             raise ValueError(
                 f"warmup_steps is {self.warmup_steps}, max_steps {self.max_steps}: the learning rate would never be reached"
             )

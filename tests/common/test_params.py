@@ -36,7 +36,7 @@ def load(tmp_path, text: str) -> Params:
         ("train_draft: {epochs: 3}", ["train_draft.epochs: no such parameter; known are draft_vocab_size, ttt_length"]),
         ("train_drafts: {epochs: 3}", ["params.yaml: train_drafts: no such parameter; did you mean train_draft?"]),
         ("train_draft: {learning_rate: true}", ["train_draft.learning_rate", "no numbers"]),
-        ("train_draft: {warmup_steps: 4, max_steps: 4}", ["train_draft", "warmup_steps is 4, max_steps 4"]),
+        ("train_draft: {warmup_steps: 5, max_steps: 4}", ["train_draft", "warmup_steps is 5, max_steps 4"]),
         ("seed: 1\nserve: {port: 3000, port: 4000}", ["not valid YAML", "port stands twice", "line 2, column 21"]),
         ("dump: {batch_tokens: many}", ["dump.batch_tokens", "valid integer", "'many'"]),
         ("serve: {num_steps: 5}", ["serve", "num_draft_tokens is 4", "set num_draft_tokens: 6"]),

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 from tasks.common.files import write_json
 from tasks.common.versions import VERSIONS, result_versions
+from tasks.train_draft.finished import FINISHED
 from tests.flows.processes import processes_in, until
 from tests.train_draft.conftest import CHECKPOINTS, DRAFT, SETTINGS
 
@@ -50,11 +51,14 @@ def output() -> str:
 def test_two_processes_train_what_one_does(start, parallel):
     assert start(ALONE).wait(600) == 0, output()
     alone = load_file(DRAFT / "draft.safetensors")
+    (DRAFT / FINISHED).unlink()
     assert start(TWO, parallel=parallel).wait(600) == 0, output()
     assert output().count("step 8: held-out loss") == 1  # the first process speaks
     for name, tensor in load_file(DRAFT / "draft.safetensors").items():
         assert (tensor - alone[name]).norm() < 1e-3 * alone[name].norm(), name
     assert json.loads(Path("reports/train_draft.json").read_text())["curve"][-1]["step"] == 8
+    assert start(ALONE).wait(600) == 0, output()  # as `dvc repro` would, which knows nothing of torchrun
+    assert "trained already" in output()
 
 
 def test_a_signal_to_torchrun_saves_and_the_next_start_goes_on(start, project):
