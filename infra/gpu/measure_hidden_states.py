@@ -76,6 +76,7 @@ def _params(args: argparse.Namespace) -> Params:
             "train_draft": {
                 "draft_vocab_size": args.draft_vocab_size,
                 "max_steps": args.train_steps,
+                "warmup_steps": min(20, args.train_steps),
                 "batch_tokens": 4096,
                 "evaluate_every": max(1, args.train_steps // 3),
                 "checkpoint_every": args.train_steps,
