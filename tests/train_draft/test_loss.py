@@ -90,8 +90,9 @@ def test_without_gradient_the_same_sums_are_found_and_none_is_computed(monkeypat
     assert torch.equal(sums.loss, expected.loss) and torch.equal(sums.correct, expected.correct)
 
 
-def test_a_tie_below_float32_goes_to_the_first_token_as_an_argmax_does():
-    logits = torch.tensor([[[0.0, 1.0, 1.0], [0.0, 1.0, 2.0]]] * 2, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_tie_goes_to_the_first_token_as_an_argmax_does(dtype):
+    logits = torch.tensor([[[0.0, 1.0, 1.0], [0.0, 1.0, 2.0]]] * 2, dtype=dtype)
     weights = torch.ones(2, 2)
     _, correct, _ = loss.of_chunk(logits, torch.zeros(2, 3), torch.tensor([1, 2]), weights, False)
     assert correct.tolist() == [[True, False], [False, True]]

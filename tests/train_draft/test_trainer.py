@@ -74,6 +74,13 @@ def test_a_step_of_more_batches_than_memory_holds_is_refused_before_anything_is_
     assert not DRAFT.exists()
 
 
+def test_a_draft_vocabulary_beyond_the_targets_is_refused_before_anything_is_computed(params, tiny_params):
+    changed = tiny_params(train_draft=SETTINGS | {"draft_vocab_size": 10**6})
+    with pytest.raises(DraftlineError, match=r"draft_vocab_size is 1000000, the target's vocabulary has"):
+        prepare_training(changed, DRAFT)
+    assert not DRAFT.exists()
+
+
 @pytest.mark.parametrize("changed", [b"", b"\x93NUMPY", None])
 def test_greedy_tokens_that_were_changed_on_the_disk_are_computed_again(params, changed, capsys):
     report = train(params)
