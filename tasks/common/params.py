@@ -27,9 +27,9 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic takes true for 1."""
+        """Pydantic takes true for the number 1."""
         if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
-            raise ValueError("true and false are no numbers")
+            raise ValueError("true and false are no numbers and no text")
         return value
 
 

@@ -20,15 +20,14 @@ REPORT = REPORTS / "train_draft.json"
 
 
 def main(params: Params, tracker: Tracker) -> None:
-    from tasks.train_draft.finished import finished_report
     from tasks.train_draft.source import DumpedSource
 
-    train(params, tracker, DumpedSource, finished_report)
+    train(params, tracker, DumpedSource)
 
 
-def train(params: Params, tracker: Tracker, open_source, finished_report=lambda *_: None) -> None:
+def train(params: Params, tracker: Tracker, open_source) -> None:
     """Train on the states of `open_source(params)` (source.py), unless that is done (finished.py)."""
-    from tasks.train_draft.finished import FINISHED, write_finished
+    from tasks.train_draft.finished import FINISHED, finished_report, write_finished
     from tasks.train_draft.interrupts import retryable
     from tasks.train_draft.live import show_steps
     from tasks.train_draft.prepare import prepare_training, write_result
@@ -42,8 +41,7 @@ def train(params: Params, tracker: Tracker, open_source, finished_report=lambda 
         report = processes.of_first(finished_report(params, folder) if processes.is_first else None)
         if report:
             if processes.is_first:
-                write_json(REPORT, report)
-                tracker.log_artifact(REPORT)
+                _record(report, tracker)
                 print(
                     f"{folder}: trained already, with these settings, states, code and versions; {REPORT} is written again. To train "
                     f"anew, delete {folder / FINISHED}."
@@ -56,11 +54,15 @@ def train(params: Params, tracker: Tracker, open_source, finished_report=lambda 
             return
         show_steps(trainer, params, tracker)
         report = write_result(trainer, folder, facts)
-        write_json(REPORT, report)
-        tracker.log_artifact(REPORT)
+        _record(report, tracker)
         write_finished(folder, trainer.checkpoints.key, report)
         trainer.checkpoints.remove()
         print(f"{folder}: predicted acceptance length {report['predicted_accept_length']:.3f} at step {report['step']}")
+
+
+def _record(report: dict, tracker: Tracker) -> None:
+    write_json(REPORT, report)
+    tracker.log_artifact(REPORT)
 
 
 if __name__ == "__main__":

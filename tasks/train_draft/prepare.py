@@ -6,7 +6,7 @@ from pathlib import Path
 from tasks.common.contract import Contract
 from tasks.common.draft import Eagle3Draft
 from tasks.common.errors import DraftlineError
-from tasks.common.files import replacing, sha256_json, write_json
+from tasks.common.files import replacing, write_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.memory import available_memory
 from tasks.common.params import PARAMS, Params
@@ -15,6 +15,7 @@ from tasks.common.target_weights import TargetWeights
 from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.checkpoints import Checkpoints
 from tasks.train_draft.data import DraftData
+from tasks.train_draft.finished import FINISHED, run_key
 from tasks.train_draft.gpu_memory import capacity
 from tasks.train_draft.initialise import initialise
 from tasks.train_draft.processes import Processes
@@ -22,8 +23,6 @@ from tasks.train_draft.source import DumpedSource, OpenSource
 from tasks.train_draft.target_head import RestrictedHead, TargetHead, cache_target_argmax
 from tasks.train_draft.trainer import Trainer
 from tasks.train_draft.vocab_map import build_vocab_map, count_supervised_tokens, coverage
-
-_NOT_OF_THE_STEPS = {"data_workers", "checkpoint_every", "parallel", "recompute_activations", "dtype"}
 
 
 def prepare_training(
@@ -57,11 +56,8 @@ def prepare_training(
     with processes.first_alone():
         checkpoints = Checkpoints(folder / "checkpoints", run_key(params, contract, known.identity, heldout))
         if processes.is_first:
-            for name in (
-                "finished.json",
-                "draft.safetensors",
-                "draft.json",
-            ):  # of an earlier run: no result stands beside partial work
+            # Of an earlier run: no result stands beside partial work.
+            for name in (FINISHED, "draft.safetensors", "draft.json"):
                 (folder / name).unlink(missing_ok=True)
             vocab_map.save(folder / "vocab_map.safetensors")
         batches = train.batches(head, checkpoints.folder, form, processes)
@@ -137,20 +133,3 @@ def _require_room(params: Params, contract: Contract, train_tokens: int, process
             f"{share} batches of a step at once, {needed / 2**30:.1f} GiB of states, and {room / 2**30:.1f} GiB are free on "
             f"{device}. Lower global_batch_size or batch_tokens, or train with more processes."
         )
-
-
-def run_key(params: Params, contract: Contract, train: list[str], heldout: HiddenStates) -> str:
-    """Names all that the steps depend on. How they are computed may change from one start to the next, not in what type.
-
-    Args:
-        train: identity of the shards that are trained on.
-    """
-    return sha256_json(
-        {
-            "train_draft": params.train_draft.model_dump(exclude=_NOT_OF_THE_STEPS),
-            "dtype": str(params.train_draft.computed_in(params.target.device)),
-            "num_steps": params.serve.num_steps,
-            "contract": contract.model_dump(),
-            "shards": {"train": train, "heldout": [shard["checksum"] for shard in heldout.shards]},
-        }
-    )
