@@ -9,16 +9,7 @@ import pytest
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_jsonl
 from tasks.common.params import Params
-
-
-class SilentTracker:
-    """Takes what a gate logs; MLflow has tests of its own."""
-
-    def log_metrics(self, metrics, step=None):
-        pass
-
-    def log_artifact(self, path):
-        assert path.exists()
+from tests.silent_tracker import SilentTracker
 
 
 @dataclass(frozen=True)

@@ -7,18 +7,8 @@ import pytest
 import tasks.train_draft.finished as finished
 from tasks.common.files import read_json
 from tasks.train_draft.__main__ import REPORT, main
+from tests.silent_tracker import SilentTracker
 from tests.train_draft.conftest import DRAFT, SETTINGS
-
-
-class SilentTracker:
-    def log_metrics(self, metrics, step=None):
-        pass
-
-    def log_artifact(self, path):
-        assert path.exists()
-
-    def log_table(self, columns, name):
-        pass
 
 
 @pytest.fixture
