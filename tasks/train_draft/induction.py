@@ -86,7 +86,7 @@ def training_states(states: HiddenStates) -> TrainingStates:
     """Samples spread over a split, about `MAX_TOKENS` tokens at most.
 
     Raises:
-        DraftlineError: a sample's states are not finite; names it.
+        DraftlineError: a sample's states are not finite, named; or an aux slot never changes.
     """
     nonfinite = states.column("num_nonfinite")
     if nonfinite.any():
@@ -102,11 +102,20 @@ def training_states(states: HiddenStates) -> TrainingStates:
 
 
 def without_first_tokens(samples: list[Sample]) -> TrainingStates:
-    """First tokens are left out: their states are those of an attention sink, hundreds of times larger than others."""
-    return (
-        torch.cat([sample.aux[1:].float() for sample in samples]),
-        torch.cat([sample.input_ids[1:].long() for sample in samples]),
-    )
+    """First tokens are left out: their states are those of an attention sink, hundreds of times larger than others.
+
+    Raises:
+        DraftlineError: an aux slot never changes.
+    """
+    aux = torch.cat([sample.aux[1:].float() for sample in samples])
+    constant = (aux == aux[:1]).all(-1).all(0)
+    if len(aux) > 1 and constant.any():
+        raise DraftlineError(
+            f"aux slot {int(constant.int().argmax())} holds the same values at all {len(aux)} tokens of samples {samples[0].id} to "
+            f"{samples[-1].id}: nothing was captured there. Dump the hidden states again; `python -m tasks.gate_hidden_states` holds "
+            f"them against the target's own."
+        )
+    return aux, torch.cat([sample.input_ids[1:].long() for sample in samples])
 
 
 def _unit_rms(rows: torch.Tensor) -> torch.Tensor:

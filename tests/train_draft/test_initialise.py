@@ -7,16 +7,17 @@ from safetensors.torch import load_file, save_file
 from tasks.common import draft as draft_module
 from tasks.common.draft import Eagle3Draft
 from tasks.common.draft_layer import finish
+from tasks.common.errors import DraftlineError
 from tasks.common.files import write_json
 from tasks.common.hidden_states import HiddenStates, Sample
 from tasks.common.params import ContractParams
 from tasks.common.target import TargetShape, load_config, target_contract
 from tasks.common.target_weights import TargetWeights
 from tasks.common.vocab_map import VocabMap
-from tasks.train_draft.induction import training_states
+from tasks.train_draft.induction import training_states, without_first_tokens
 from tasks.train_draft.initialise import initialise
 from tests.reference import make_batch
-from tests.stored import write_split
+from tests.stored import copy_of, write_split
 
 VOCAB_MAP = VocabMap(torch.arange(3, 103, 2), 320, "test")
 
@@ -88,6 +89,16 @@ def test_no_parameter_stays_unset(shape, tiny_model_folder, states):
         draft = new_draft(shape, weights)
         initialise(draft, VOCAB_MAP, 0, shape, weights, lambda: training_states(states))
         assert all(parameter.isfinite().all() for parameter in draft.parameters())
+
+
+def test_a_slot_that_was_never_captured_is_named(states):
+    samples = [copy_of(states.read(index)) for index in range(4)]
+    for sample in samples:
+        sample.aux[:, 1] = 0
+    with pytest.raises(
+        DraftlineError, match="aux slot 1 holds the same values at all 116 tokens of samples copy-0 to copy-3"
+    ):
+        without_first_tokens(samples)
 
 
 def test_head_rows_are_the_targets_rows_of_the_draft_vocabulary(shape, tiny_model_folder, states):
