@@ -74,12 +74,14 @@ def read_json(path: Path) -> Any:
     """Parse a JSON file.
 
     Raises:
-        DraftlineError: the file is absent or not JSON; the message names it (and the line).
+        DraftlineError: the file is absent, cannot be read or is not JSON; the message names it (and the line).
     """
     try:
         return json.loads(path.read_bytes())
     except FileNotFoundError:
         raise DraftlineError(f"{path}: not there. Run the stage that writes it: `dvc repro`.") from None
+    except OSError as error:
+        raise DraftlineError(f"{path}: cannot be read: {error.strerror}.") from None
     except ValueError as error:
         raise DraftlineError(f"{path}: not valid JSON ({error}).") from None
 

@@ -40,7 +40,9 @@ class Checkpoints:
         if folder.exists() and (found := _key_of(run)) != key:
             self._set_aside(found)
         if not folder.exists() and (earlier := self._aside / key[:_NAME]).exists():
+            folder.parent.mkdir(exist_ok=True)
             earlier.rename(folder)
+        keep_newest(self._aside)
         for partial in folder.glob(".*.partial"):  # of a writer that was killed
             partial.unlink()
         if not run.exists():
@@ -120,7 +122,7 @@ class Checkpoints:
         shutil.rmtree(self._gone)
 
     def _set_aside(self, key: str | None) -> None:
-        """Days of work are not deleted for a slip in params.yaml; of what was set aside the newest two are kept."""
+        """Days of work are not deleted for a slip in params.yaml."""
         if not self._steps():
             shutil.rmtree(self.folder)
             return
@@ -136,8 +138,6 @@ class Checkpoints:
         if key is None:
             why = f"run.json does not say what these checkpoints are of; starting anew. They are kept in {place}."
         print(f"{self.folder}: {why}")
-        for old in sorted(self._aside.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
-            shutil.rmtree(old)
 
     def _has_best(self, record: dict) -> bool:
         return record["best_step"] is None or self._is(self.best(record["best_step"]), record["best_sha256"])
@@ -160,6 +160,13 @@ class Checkpoints:
     def _steps(self) -> list[int]:
         found = (path for path in self.folder.glob("step-*.pt") if path.is_file())
         return sorted(int(number) for path in found if (number := path.stem.removeprefix("step-")).isdigit())
+
+
+def keep_newest(aside: Path) -> None:
+    """Of the folders set aside in `aside` the newest two stay; what is taken up again is to be out of it before."""
+    if aside.exists():
+        for old in sorted(aside.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
+            shutil.rmtree(old)
 
 
 def _key_of(run: Path) -> str | None:

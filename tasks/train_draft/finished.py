@@ -1,20 +1,27 @@
-"""A training that has ended, recognised where only its report outside artifacts/draft is gone.
+"""A training that has ended: recognised where it would be repeated, set aside where another one starts.
+
+    artifacts/draft/finished.json     what made the result beside it, and the report
+    artifacts/draft_finished/         results of other settings, states, code or versions, which find them again
 
 DVC removes reports/train_draft.json before the stage starts, and records nothing of a run under torchrun: a slip in
-params.yaml, or `dvc repro` after torchrun, would train for days what stands there whole.
+params.yaml, or `dvc repro` after torchrun, would train for days what stood there whole.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 from tasks.common.contract import Contract
+from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, sha256_file, sha256_json, write_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.params import Params
 from tasks.common.versions import result_versions
+from tasks.train_draft.checkpoints import Checkpoints, keep_newest
 from tasks.train_draft.source import DumpedSource
 
 FINISHED = "finished.json"
+_NAME = 16  # characters of the key that name a folder
 _RESULT = ("draft.safetensors", "draft.json", "vocab_map.safetensors")
 _CODE = Path(__file__).resolve().parents[1]
 _NOT_OF_THE_STEPS = {"data_workers", "checkpoint_every", "parallel", "recompute_activations", "dtype"}
@@ -39,32 +46,101 @@ def run_key(params: Params, contract: Contract, train: list[str], heldout: Hidde
 
 def write_finished(folder: Path, key: str, report: dict[str, Any]) -> None:
     """Note beside a result what it was made by."""
-    made_by = sha256_json([key, _made_with()])
-    write_json(folder / FINISHED, {"made_by": made_by, "files": _hashes(folder), "report": report})
+    record = {"made_by": _made_by(key), "files": _hashes(folder), "report": report}
+    write_json(folder / FINISHED, {"sha256": sha256_json(record), **record})
 
 
 def finished_report(params: Params, folder: Path) -> dict[str, Any] | None:
-    """The report of the result in `folder`, if it is whole and just what training on the dump with `params` would give.
+    """The report of a result that is whole and just what training on the dump with `params` would give, in `folder` or
+    brought back to it. Partial work beside it is gone then, as it would be had the run not died before it removed it.
 
     None beside a ring (`dump.ahead_shards`), of whose states nothing stays to compare with.
+
+    Raises:
+        DraftlineError: the record is damaged.
     """
-    if params.dump.ahead_shards is not None or not (folder / FINISHED).exists():
+    if params.dump.ahead_shards is not None or not (folder.exists() or _aside(folder).exists()):
         return None
-    found, source = read_json(folder / FINISHED), DumpedSource(params)
+    source = DumpedSource(params)
     key = run_key(params, source.contract, source.identity, HiddenStates(HIDDEN_STATES / "heldout"))
-    if found["made_by"] != sha256_json([key, _made_with()]) or found["files"] != _hashes(folder):
+    made_by = _made_by(key)
+    earlier = _aside(folder) / made_by[:_NAME]
+    for place in (folder, earlier):
+        found = _record(place)
+        if found is None or found["made_by"] != made_by or _changed(place, found):
+            continue
+        if place == earlier:
+            _move_aside(folder)
+            Checkpoints(folder / "checkpoints", key)  # sets those of another run aside
+            shutil.rmtree(folder)
+            earlier.rename(folder)
+            keep_newest(_aside(folder))
+        Checkpoints(folder / "checkpoints", key).remove()
+        return found["report"]
+    return None
+
+
+def set_aside(folder: Path) -> None:
+    """Move a finished training out of the way of another one: days of it are not deleted for a slip in params.yaml.
+
+    Raises:
+        DraftlineError: the record is damaged.
+    """
+    _move_aside(folder)
+    keep_newest(_aside(folder))
+
+
+def _move_aside(folder: Path) -> None:
+    found = _record(folder)
+    if found is None:
+        return
+    if changed := _changed(folder, found):
+        print(f"{folder}: {', '.join(changed)} changed or gone since the training ended; this result is not kept.")
+        return
+    place = _aside(folder) / found["made_by"][:_NAME]
+    place.parent.mkdir(exist_ok=True)
+    shutil.rmtree(place, ignore_errors=True)
+    folder.rename(place)
+    place.touch()
+    print(
+        f"{folder}: a finished training of other settings, states, code or versions; starting anew. It is kept in {place}, and taken "
+        f"up again with those."
+    )
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    """What is noted beside the result in `folder`; None where nothing is."""
+    path = folder / FINISHED
+    if not path.exists():
         return None
-    return found["report"]
+    try:
+        record = read_json(path)
+        is_whole = record.pop("sha256") == sha256_json(record)
+    except (DraftlineError, AttributeError, TypeError, KeyError):
+        is_whole = False
+    if not is_whole:
+        raise DraftlineError(
+            f"{path}: damaged: it no longer says what made the draft beside it. `dvc checkout --force train_draft` brings back what "
+            f"DVC recorded; to train anew, delete it."
+        )
+    return record
+
+
+def _changed(folder: Path, record: dict[str, Any]) -> list[str]:
+    """Files of the result that are not what they were when the training ended."""
+    return [name for name, sha256 in _hashes(folder).items() if record["files"][name] != sha256]
+
+
+def _aside(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}_finished")
 
 
 def _hashes(folder: Path) -> dict[str, str | None]:
-    return {name: sha256_file(folder / name) if (folder / name).exists() else None for name in _RESULT}
+    return {name: sha256_file(folder / name) if (folder / name).is_file() else None for name in _RESULT}
 
 
-def _made_with() -> dict[str, Any]:
-    """Versions, and all code that training may run."""
+def _made_by(key: str) -> str:
+    """Names the run `key` with the versions and all code that training may run."""
     files = sorted([*(_CODE / "train_draft").glob("*.py"), *(_CODE / "common").glob("*.py")])
-    return {
-        "versions": result_versions(),
-        "code": {f"{path.parent.name}/{path.name}": sha256_file(path) for path in files},
-    }
+    code = {f"{path.parent.name}/{path.name}": sha256_file(path) for path in files}
+    return sha256_json([key, {"versions": result_versions(), "code": code}])

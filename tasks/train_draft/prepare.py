@@ -15,7 +15,7 @@ from tasks.common.target_weights import TargetWeights
 from tasks.train_draft.batch import BatchForm
 from tasks.train_draft.checkpoints import Checkpoints
 from tasks.train_draft.data import DraftData
-from tasks.train_draft.finished import FINISHED, run_key
+from tasks.train_draft.finished import FINISHED, run_key, set_aside
 from tasks.train_draft.gpu_memory import capacity
 from tasks.train_draft.initialise import initialise
 from tasks.train_draft.processes import Processes
@@ -54,6 +54,8 @@ def prepare_training(
     head, dtype = TargetHead(weights, shape, contract.last_is_normed, device), settings.computed_in(device)
     form = BatchForm.of(vocab_map, device, dtype, settings.ttt_length, settings.batch_tokens)
     with processes.first_alone():
+        if processes.is_first:
+            set_aside(folder)
         checkpoints = Checkpoints(folder / "checkpoints", run_key(params, contract, known.identity, heldout))
         if processes.is_first:
             # Of an earlier run: no result stands beside partial work.

@@ -152,6 +152,13 @@ def test_of_what_is_set_aside_two_are_kept(folder):
     assert newest(folder, "a" * 64) is None
 
 
+def test_none_goes_for_the_one_that_is_taken_up(folder):
+    for key in "abc":
+        save(Checkpoints(folder, key * 64), 1)
+    assert newest(folder, "a" * 64) == 1
+    assert newest(folder, "b" * 64) == 1
+
+
 def test_another_vocabulary_map_is_refused(folder):
     checkpoints = Checkpoints(folder, "k" * 64)
     save(checkpoints, 1)
