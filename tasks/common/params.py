@@ -28,7 +28,8 @@ class Section(BaseModel):
     @classmethod
     def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
         """Pydantic takes true for the number 1."""
-        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation is not bool:
+        values = value if isinstance(value, list) else [value]
+        if any(isinstance(one, bool) for one in values) and cls.model_fields[info.field_name].annotation is not bool:
             raise ValueError("true and false are no numbers and no text")
         return value
 
@@ -216,31 +217,54 @@ def load_params(path: Path = PARAMS) -> Params:
     """Read and check params.yaml.
 
     Raises:
-        DraftlineError: the file is absent, not YAML, has an unknown key, a wrong type, or options that
+        DraftlineError: the file is absent, cannot be read, is not YAML, has an unknown key, a wrong type, or options that
             exclude each other; one line for each, naming the field.
     """
     try:
-        raw = yaml.load(path.read_text(encoding="utf-8"), _EachKeyOnce) or {}
+        raw = yaml.load(path.read_text(encoding="utf-8"), _PlainValues)
     except FileNotFoundError:
         raise DraftlineError(f"{path}: not there. Run from the repository's root, which holds it.") from None
+    except OSError as error:
+        raise DraftlineError(f"{path}: cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise DraftlineError(f"{path}: not UTF-8 ({error}). Save it as UTF-8.") from None
     except yaml.YAMLError as error:
         raise DraftlineError(f"{path}: not valid YAML: {error}") from None
     try:
-        return Params.model_validate(raw)
+        return Params.model_validate({} if raw is None else raw)
     except ValidationError as error:
         raise DraftlineError("\n".join(_described(path, found) for found in error.errors())) from None
 
 
-class _EachKeyOnce(yaml.SafeLoader):
-    """Of a key that stands twice YAML would take the last in silence."""
+class _PlainValues(yaml.SafeLoader):
+    """Refuses with line and column what YAML would take in silence or drop with an error of Python's own."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        """Of a key that stands twice YAML would take the last; a list or a mapping as a key is a template, `{{ x }}`."""
         seen = set()
         for name, _ in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                raise self._error(
+                    "a name is expected, found a list or a mapping; put text with brackets in quotes", name
+                )
             if name.value in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{name.value} stands twice", name.start_mark)
+                raise self._error(f"{name.value} stands twice", name)
             seen.add(name.value)
         return super().construct_mapping(node, deep)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """What looks like a date or a number and is none, 2024-02-31, raises a ValueError without a place."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError):
+            if not isinstance(node, yaml.ScalarNode):
+                raise
+            kind = node.tag.rpartition(":")[2]
+            raise self._error(f"{node.value[:40]} is no {kind}; put it in quotes if it is text", node) from None
+
+    @staticmethod
+    def _error(problem: str, node: yaml.Node) -> yaml.YAMLError:
+        return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def _described(path: Path, error: "ErrorDetails") -> str:
@@ -250,5 +274,10 @@ def _described(path: Path, error: "ErrorDetails") -> str:
         near = get_close_matches(str(error["loc"][-1]), section.model_fields, n=1)
         known = f"did you mean {near[0]}?" if near else f"known are {', '.join(section.model_fields)}"
         return f"{path}: {place}: no such parameter; {known}"
+    if error["type"] == "model_type":
+        of_section = (
+            "parameters are expected below it, indented, as `name: value`; delete the line to take its defaults"
+        )
+        return f"{path}: {f'{place}: {of_section}' if place else 'sections are expected'} (found {error['input']!r})"
     found = "" if error["type"] in ("value_error", "missing") else f" (found {error['input']!r})"
     return f"{path}: {place or 'sections together'}: {error['msg'].removeprefix('Value error, ')}{found}"

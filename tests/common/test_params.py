@@ -45,6 +45,14 @@ def load(tmp_path, text: str) -> Params:
         ("train_draft: {weight_decay: .inf}", ["train_draft.weight_decay", "finite number", "inf"]),
         ("train_draft: {seed: -1}", ["train_draft.seed", "greater than or equal to 0"]),
         ("target: [", ["not valid YAML"]),
+        ("contract: {aux_layer_ids: [true, 4, 5]}", ["contract.aux_layer_ids", "no numbers"]),
+        ("train_draft:\n  # seed: 1\nserve: {port: 3000}", ["train_draft: parameters are expected below it", "None"]),
+        ("- train_draft", ["params.yaml: sections are expected", "['train_draft']"]),
+        ("false", ["params.yaml: sections are expected", "False"]),
+        ("seed: 1\ndump: {{ dump }}", ["not valid YAML", "a name is expected", "line 2, column 8"]),
+        ("train_draft:\n  seed: 2024-02-31", ["2024-02-31 is no timestamp; put it in quotes", "line 2, column 9"]),
+        ("train_draft: {seed: !!int ten}", ["ten is no int", "line 1, column 21"]),
+        ("train_draft: {seed: !!bool ten}", ["ten is no bool", "line 1, column 21"]),
     ],
 )
 def test_a_wrong_parameter_is_named_with_what_was_expected(tmp_path, text, words):
@@ -63,3 +71,19 @@ def test_every_wrong_parameter_is_reported_at_once(tmp_path):
 def test_missing_params_yaml_says_where_to_run(tmp_path):
     with pytest.raises(DraftlineError, match="repository's root"):
         load_params(tmp_path / "params.yaml")
+
+
+def test_bytes_that_are_no_text_are_an_error(tmp_path):
+    (tmp_path / "params.yaml").write_bytes("target: {model: /models/é}".encode("latin-1"))
+    with pytest.raises(DraftlineError, match=r"params\.yaml: not UTF-8 .*position 24.*Save it as UTF-8"):
+        load_params(tmp_path / "params.yaml")
+
+
+def test_a_folder_in_its_place_is_an_error(tmp_path):
+    with pytest.raises(DraftlineError, match="cannot be read: Is a directory"):
+        load_params(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "{}"])
+def test_an_empty_file_takes_every_default(tmp_path, text):
+    assert load(tmp_path, text) == Params()
