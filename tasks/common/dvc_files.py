@@ -38,6 +38,11 @@ class DvcFiles:
         """What the stage depends on in params.yaml: 'train_draft' (a section) or 'serve.num_steps' (a value)."""
         return [entry for entry in self._stages.get(stage, {}).get("params", []) if isinstance(entry, str)]
 
+    def code(self, stage: str) -> list[Path]:
+        """Modules that the stage's result depends on: those listed, and all of each folder that is."""
+        listed = [Path(dep) for dep in self._paths(stage, "deps") if dep.startswith("tasks/")]
+        return sorted({path for dep in listed for path in (dep.rglob("*.py") if dep.is_dir() else [dep])})
+
     def input_artifacts(self, stage: str) -> list[Artifact]:
         """The stage's dependencies under artifacts/, with the MD5 of what the stage before it made.
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.common.contract import Contract
+from tasks.common.dvc_files import DvcFiles
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, sha256_file, sha256_json, write_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
@@ -23,7 +24,6 @@ from tasks.train_draft.source import DumpedSource
 FINISHED = "finished.json"
 _NAME = 16  # characters of the key that name a folder
 _RESULT = ("draft.safetensors", "draft.json", "vocab_map.safetensors")
-_CODE = Path(__file__).resolve().parents[1]
 _NOT_OF_THE_STEPS = {"data_workers", "checkpoint_every", "parallel", "recompute_activations", "dtype"}
 
 
@@ -140,7 +140,6 @@ def _hashes(folder: Path) -> dict[str, str | None]:
 
 
 def _made_by(key: str) -> str:
-    """Names the run `key` with the versions and all code that training may run."""
-    files = sorted([*(_CODE / "train_draft").glob("*.py"), *(_CODE / "common").glob("*.py")])
-    code = {f"{path.parent.name}/{path.name}": sha256_file(path) for path in files}
+    """Names the run `key` with the versions, and with the code that its result depends on for DVC."""
+    code = {path.as_posix(): sha256_file(path) for path in DvcFiles().code("train_draft")}
     return sha256_json([key, {"versions": result_versions(), "code": code}])

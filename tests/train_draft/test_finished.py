@@ -2,6 +2,7 @@
 change it."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -59,12 +60,23 @@ def test_a_result_that_is_not_whole_is_trained_again(params, trained, name):
     assert trains_anew(params, trained)
 
 
-def test_so_is_what_other_code_or_other_versions_made(params, trained, monkeypatch):
+def test_so_is_what_other_versions_made(params, trained, monkeypatch):
     monkeypatch.setattr(finished, "result_versions", lambda: {"torch": "another"})
     assert trains_anew(params, trained)
-    monkeypatch.setattr(finished, "_CODE", DRAFT)
-    again = None, (DRAFT / "draft.safetensors").stat().st_mtime_ns
-    assert trains_anew(params, again)
+
+
+def test_other_code_makes_another_training_where_dvc_says_that_its_result_depends_on_it(params):
+    dvc_yaml, package, module = Path("dvc.yaml"), Path("tasks/train_draft"), Path("tasks/common/packing.py")
+    package.mkdir(parents=True)
+    module.parent.mkdir()
+    dvc_yaml.write_text(f"stages: {{train_draft: {{deps: [artifacts/target, {module}, {package}]}}}}")
+    for path in (module, package / "loss.py", module.with_name("console.py")):
+        path.write_text("")
+    main(params, SilentTracker())
+    for path, is_another in ((module, True), (package / "loss.py", True), (module.with_name("console.py"), False)):
+        before = None, (DRAFT / "draft.safetensors").stat().st_mtime_ns
+        path.write_text("changed = True")
+        assert trains_anew(params, before) == is_another
 
 
 def test_deleting_the_record_trains_anew(params, trained):
