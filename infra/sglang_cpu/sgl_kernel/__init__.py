@@ -7,6 +7,8 @@ orders and in-place outputs below are those that SGLang calls; the modules follo
     attention.py    attention over those slots: prompt, one token, draft tree
     speculation.py  the draft tree: built before the target sees it, walked after
 
+and `first_calls.py` is run by the import, which comes before SGLang's rotary table.
+
 `torch.ops.sgl_kernel.convert_weight_packed` is left undefined on purpose: SGLang reads its presence as
 "AMX kernels are here" (`cpu_has_amx_support()`), and would call packed linears, norms, rotary embeddings
 and cache writes of a compiled library. Without it every layer takes its own PyTorch path.
@@ -21,6 +23,7 @@ from .cache import (
     copy_all_layer_kv_cache_cpu,
     fill_accept_out_cache_loc_cpu,
 )
+from .first_calls import resolve_vector_functions
 from .speculation import build_tree_kernel_efficient_cpu, fill_bonus_tokens_cpu, verify_tree_greedy_cpu
 
 __version__ = "0.5.23+draftline.cpu"
@@ -38,3 +41,5 @@ __all__ = [
     "fill_bonus_tokens_cpu",
     "verify_tree_greedy_cpu",
 ]
+
+resolve_vector_functions()
