@@ -94,13 +94,14 @@ def test_a_slip_in_the_settings_that_began_to_train_costs_nothing(params, traine
     assert read_json(REPORT) == trained[0]
 
 
-def test_what_the_slip_had_trained_is_kept_as_well(params, trained):
+def test_what_the_slip_had_trained_is_kept_as_well(params, trained, capsys):
     slip = with_rate(params, 0.5)
     train(slip, until=3)
     main(params, SilentTracker())
     assert not CHECKPOINTS.exists()
     REPORT.unlink()
     main(slip, SilentTracker())
+    assert "resuming after step 2 of 8" in capsys.readouterr().out
     of_slip = None, (DRAFT / "draft.safetensors").stat().st_mtime_ns
     assert not trains_anew(params, trained)
     assert not trains_anew(slip, of_slip)
