@@ -109,21 +109,27 @@ def _move_aside(folder: Path) -> None:
 
 
 def _record(folder: Path) -> dict[str, Any] | None:
-    """What is noted beside the result in `folder`; None where nothing is."""
+    """What is noted beside the result in `folder`; None where nothing is.
+
+    Raises:
+        DraftlineError: it cannot be read, or is not what was noted.
+    """
     path = folder / FINISHED
     if not path.exists():
         return None
+    damage = f"{path}: damaged."
     try:
         record = read_json(path)
-        is_whole = record.pop("sha256") == sha256_json(record)
-    except (DraftlineError, AttributeError, TypeError, KeyError):
-        is_whole = False
-    if not is_whole:
-        raise DraftlineError(
-            f"{path}: damaged: it no longer says what made the draft beside it. `dvc checkout --force train_draft` brings back what "
-            f"DVC recorded; to train anew, delete it."
-        )
-    return record
+        if record.pop("sha256") == sha256_json(record):
+            return record
+    except DraftlineError as error:
+        damage = str(error)
+    except (AttributeError, TypeError, KeyError):  # no record at all
+        pass
+    raise DraftlineError(
+        f"{damage} It does not say what made the draft beside it. `dvc checkout --force train_draft` brings back what DVC recorded; to "
+        f"train anew, delete it."
+    )
 
 
 def _changed(folder: Path, record: dict[str, Any]) -> list[str]:
