@@ -23,6 +23,7 @@ from tasks.common.packing import PackedSamples, TttInputs
 from tasks.common.past_attention import Past, past_of
 from tasks.common.rows import Rows
 from tasks.common.target import TargetShape
+from tasks.common.vector_functions import resolve_vector_functions
 from tasks.common.vocab_map import VocabMap
 
 
@@ -183,6 +184,7 @@ class Eagle3Draft(nn.Module):
         self.norm = _RMSNorm(config.hidden_size)
         self.lm_head = _Linear(config.hidden_size, config.draft_vocab_size)
         self.register_buffer("embed_tokens", embed_tokens, persistent=False)
+        resolve_vector_functions()
         self.rotary = LlamaRotaryEmbedding(
             LlamaConfig(
                 hidden_size=config.hidden_size,

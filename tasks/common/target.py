@@ -158,6 +158,9 @@ def load_causal_lm(folder: Path, dtype: str, device: str = "cpu", trust_remote_c
     import torch
     from transformers import AutoModelForCausalLM
 
+    from tasks.common.vector_functions import resolve_vector_functions
+
+    resolve_vector_functions()
     of_one = device.partition(":")[0] in ("cpu", "cuda")
     model = AutoModelForCausalLM.from_pretrained(
         folder,
