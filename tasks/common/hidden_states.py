@@ -114,11 +114,16 @@ class HiddenStates:
         """Read manifest and table, not the states.
 
         Raises:
-            DraftlineError: manifest or table absent, of another format version, or changed since it was written.
+            DraftlineError: manifest or table absent, no manifest, of another format version, or changed since it was written.
         """
         import pyarrow.parquet as pq
 
         manifest = read_json(folder / MANIFEST)
+        if not isinstance(manifest, dict) or "format_version" not in manifest:
+            raise DraftlineError(
+                f"{folder / MANIFEST}: no manifest of hidden states. `python -m tasks.dump_hidden_states` takes over all shards and "
+                f"writes it again."
+            )
         if manifest["format_version"] != FORMAT_VERSION:
             raise DraftlineError(
                 f"{folder / MANIFEST}: format_version {manifest['format_version']}, this code reads "

@@ -184,6 +184,13 @@ def test_a_format_of_another_version_is_refused(params):
         HiddenStates(HIDDEN_STATES / "train")
 
 
+@pytest.mark.parametrize("content", [{}, []])
+def test_what_is_no_manifest_is_refused_with_the_fix(tmp_path, content):
+    write_json(tmp_path / "manifest.json", content)
+    with pytest.raises(DraftlineError, match=r"manifest.json: no manifest of hidden states.*tasks.dump_hidden_states"):
+        HiddenStates(tmp_path)
+
+
 def test_a_shard_that_cannot_be_read_is_named_with_its_sample(params):
     write_responses(2)
     dump(params)
