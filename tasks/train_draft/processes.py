@@ -182,14 +182,22 @@ class Processes:
         kind = torch.device(self.device).type
         if self.parallel == "ddp":
             with warnings.catch_warnings(action="ignore", category=FutureWarning):  # renamed in torch 2.13
-                joined = DistributedDataParallel(module, broadcast_buffers=False)
-            joined.register_comm_hook(None, _summed)
-            return joined
+                return DistributedDataParallel(module, broadcast_buffers=False)
         # One group: the draft is a single layer. The frozen embedding is no parameter, so each process has it whole.
         fully_shard(module, mesh=init_device_mesh(kind, (self.size,)))
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale
         return module
+
+    def loss_gradient(self, module: nn.Module) -> torch.Tensor | None:
+        """What each backward of a loss starts from (None: from 1), so that gradients are summed: DDP divides its sum by the
+        number of processes.
+
+        A hook in Python that does not divide can hang a process at its end: the last bucket's future needs the interpreter
+        to be freed, while the interpreter waits in gloo's destructor for the thread that frees it.
+        """
+        is_divided = isinstance(module, DistributedDataParallel)
+        return torch.tensor(float(self.size), device=self.device) if is_divided else None
 
     def accumulating(self, module: nn.Module, is_last: bool) -> Any:
         """Context of one backward of a step: gradients are summed over the processes in the last one alone."""
@@ -208,12 +216,6 @@ class Processes:
         module.unshard()
         yield
         module.reshard()
-
-
-def _summed(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's hook, without its division by the number of processes."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
 
 
 def _is_of_another_process(error: RuntimeError) -> bool:

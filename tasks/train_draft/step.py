@@ -66,10 +66,12 @@ class TrainStep:
 
     Attributes:
         module: the `TttLoss`; may be replaced by what wraps it (DDP).
+        loss_gradient: a scalar from which each backward starts, where `module` divides gradients; None for 1.
     """
 
     def __init__(self, draft: Eagle3Draft, head: RestrictedHead, recompute_activations: bool = False):
         self.module: nn.Module = TttLoss(draft, head, recompute_activations)
+        self.loss_gradient: torch.Tensor | None = None
 
     @staticmethod
     def loss_positions(batch: Batch) -> torch.Tensor:
@@ -88,5 +90,5 @@ class TrainStep:
             for the device.
         """
         loss, sums = self.module(batch, self.loss_positions(batch) if loss_positions is None else loss_positions)
-        loss.backward()
+        loss.backward(self.loss_gradient)
         return loss.detach(), sums

@@ -65,6 +65,7 @@ class Trainer:
         replayed = processes.size == 1 and torch.device(processes.device).type == "cuda"
         self.train_step = (ReplayedStep if replayed else TrainStep)(draft, head, params.recompute_activations)
         self.train_step.module = processes.joined_module(self.train_step.module)
+        self.train_step.loss_gradient = processes.loss_gradient(self.train_step.module)
         self.optimizer = torch.optim.AdamW(
             draft.parameters(), lr=params.learning_rate, weight_decay=params.weight_decay, fused=True
         )
