@@ -11,6 +11,7 @@ from tasks.common.sglang_client import Completion
 from tasks.common.target import load_model
 from tasks.prepare_target.prepare import prepare_target
 
+pytestmark = pytest.mark.faults  # nearly a minute of a whole core
 LAYERS, HIDDEN, TOKENS = (1, 14, 26), 576, 48
 
 
