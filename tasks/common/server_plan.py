@@ -11,6 +11,7 @@ Each setting carries its reason; `python -m tasks.launch_server --print` shows t
 
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from tasks.common.target import TARGET, TargetShape, load_config, model_folder
 
 # Import hook and kernel stand-in without which no released SGLang wheel runs on a CPU.
 _CPU_ENGINE = Path(__file__).resolve().parents[2] / "infra" / "sglang_cpu"
+# What torchrun sets for each of its processes (torch.distributed.run, 'Environment Variables').
+_OF_TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
 # Other spellings of flags that a plan sets, so that `serve.extra_args` cannot slip past it.
 _ALIASES = ("--model",)
 _PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size", "--dp", "--dp-size", "--data-parallel-size", "--pp-size")
@@ -190,8 +193,12 @@ def server_environment(params: Params) -> tuple[Setting, ...]:
 
 
 def process_environment(settings: tuple[Setting, ...]) -> dict[str, str]:
-    """This process's environment with the settings; what PYTHONPATH holds already stays behind them."""
-    environment = dict(os.environ)
+    """This process's environment with the settings; what PYTHONPATH holds already stays behind them.
+
+    Left out is what torchrun told this process of its own group. A server that inherits TORCHELASTIC_USE_AGENT_STORE takes
+    its store for one that torchrun's agent holds, where none is, and gives up after minutes.
+    """
+    environment = {name: value for name, value in os.environ.items() if not _OF_TORCHRUN.fullmatch(name)}
     for setting in settings:
         inherited = [environment[setting.name]] if setting.name == "PYTHONPATH" and setting.name in environment else []
         environment[setting.name] = os.pathsep.join([*setting.values, *inherited])

@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tasks.common.errors import DraftlineError
-from tasks.common.server_plan import baseline_plan
+from tasks.common.server_plan import baseline_plan, process_environment
 from tasks.common.speculative_plan import speculative_plan
 from tasks.common.target import target_contract
 from tests.random_draft import write_random_draft
@@ -128,6 +128,15 @@ def test_extra_arguments_cannot_override_what_was_checked(make_plan, words):
 
 
 # --- command lines
+
+
+def test_a_server_started_under_torchrun_is_none_of_its_group(make_plan, monkeypatch):
+    of_group = {"RANK": "1", "LOCAL_RANK": "1", "ROLE_WORLD_SIZE": "2", "MASTER_PORT": "29500", "ROLE_NAME": "default"}
+    for name, value in (of_group | {"TORCHELASTIC_USE_AGENT_STORE": "True", "NCCL_DEBUG": "INFO"}).items():
+        monkeypatch.setenv(name, value)
+    environment = process_environment(make_plan().environment)
+    assert environment.keys().isdisjoint({*of_group, "TORCHELASTIC_USE_AGENT_STORE"})
+    assert environment["NCCL_DEBUG"] == "INFO"
 
 
 def test_the_cpu_server_verifies_drafts_with_the_stand_in_kernels(make_plan):

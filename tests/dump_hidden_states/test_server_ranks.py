@@ -27,6 +27,7 @@ def start(params, rank: int):
     def run() -> None:
         torch.set_num_threads(1)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as torchrun sets it
         dump(params)
 
     process = multiprocessing.get_context("fork").Process(target=run)
