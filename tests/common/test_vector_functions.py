@@ -7,19 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.first_calls import FIRST_CALLS, ONE_ELEMENT
+
 REPOSITORY = Path(__file__).parents[2]
-FIRST_SIZES = """
+MEASURED = """
 import sys
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-class FirstCalls(TorchDispatchMode):
-    sizes = {}
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator.overloadpacket.__name__ in ("cos", "sin"):
-            self.sizes.setdefault(operator.overloadpacket.__name__, args[0].numel())
-        return operator(*args, **(kwargs or {}))
 
 with FirstCalls() as first, torch.no_grad():
     compute(sys.argv[1])
@@ -43,10 +35,10 @@ def compute(folder):
 @pytest.mark.parametrize("computes", [TARGET, DRAFT], ids=["target", "draft"])
 def test_the_first_cosine_of_a_process_is_one_threads_work(project, tiny_model_folder, computes):
     done = subprocess.run(
-        [sys.executable, "-c", computes + FIRST_SIZES, str(tiny_model_folder)],
+        [sys.executable, "-c", FIRST_CALLS + computes + MEASURED, str(tiny_model_folder)],
         env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    assert done.stdout.splitlines()[-1:] == ["{'cos': 1, 'sin': 1}"], done.stderr
+    assert done.stdout.splitlines()[-1:] == [ONE_ELEMENT], done.stderr

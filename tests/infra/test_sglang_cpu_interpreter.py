@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.first_calls import FIRST_CALLS, ONE_ELEMENT
 from tests.infra.stand_in import SGLANG_CPU
 
 
@@ -42,25 +43,14 @@ print(torch.ops.torchvision.nms, sgl_kernel.__file__, hasattr(torch.ops.sgl_kern
 def test_the_first_cosine_and_sine_of_a_server_are_one_threads_work():
     """Not the rotary table's, which is several threads' work and is kept."""
     code = """
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-class FirstCalls(TorchDispatchMode):
-    sizes = {}
-
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator.overloadpacket.__name__ in ("cos", "sin"):
-            self.sizes.setdefault(operator.overloadpacket.__name__, args[0].numel())
-        return operator(*args, **(kwargs or {}))
-
 with FirstCalls() as first:
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     RotaryEmbedding(16, 16, 1024, 10000, True, torch.float32)
 print(first.sizes)
 """
-    done = python(code, extra={"SGLANG_USE_CPU_ENGINE": "1"})
-    assert done.stdout.splitlines()[-1:] == ["{'cos': 1, 'sin': 1}"], done.stderr
+    done = python(FIRST_CALLS + code, extra={"SGLANG_USE_CPU_ENGINE": "1"})
+    assert done.stdout.splitlines()[-1:] == [ONE_ELEMENT], done.stderr
 
 
 def test_a_torchvision_that_fits_is_left_alone(tmp_path):
