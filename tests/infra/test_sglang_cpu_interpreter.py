@@ -39,7 +39,6 @@ print(torch.ops.torchvision.nms, sgl_kernel.__file__, hasattr(torch.ops.sgl_kern
     assert done.stdout.split() == ["torchvision.nms", str(SGLANG_CPU / "sgl_kernel" / "__init__.py"), "False"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
 def test_the_first_cosine_and_sine_of_a_server_are_one_threads_work():
     """Not the rotary table's, which is several threads' work and is kept."""
     code = """
