@@ -16,7 +16,7 @@ demo: $(INSTALLED)  ## the whole pipeline on the embedded default
 test: $(INSTALLED)  ## unit tests, and one real run of the whole chain
 	python -m pytest tests -m "not faults"
 
-test-faults: $(INSTALLED)  ## kill -9 in the two longest stages of a real run; servers that are started wrong
+test-faults: $(INSTALLED)  ## kill -9 in real runs, servers that are started wrong, and what takes longest
 	python -m pytest tests -m faults
 
 ui: $(INSTALLED)  ## MLflow on http://127.0.0.1:5000

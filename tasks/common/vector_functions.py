@@ -3,6 +3,7 @@
 MKL 2024.2, which torch's wheels hold, looks up the kernel of each vector function at its first call. Where several threads
 make that call together, as in a rotary embedding on a CPU, one of them can get a kernel of half the digits for its share, and
 nothing says so (https://github.com/pytorch/pytorch/issues/188792): states that are off by 1e-3 (infra/docs/sglang_cpu.md).
+infra/sglang_cpu does the same for its servers, which do without this package.
 """
 
 import torch
