@@ -99,6 +99,9 @@ def close_split(
     )
 
 
+_FIELDS = {"format_version", "samples_sha256", "contract", "storage_dtype", "engine", "shards"}
+
+
 class HiddenStates:
     """A split of dumped states, memory-mapped: a sample is read when it is asked for, and nothing is copied.
 
@@ -119,7 +122,10 @@ class HiddenStates:
         import pyarrow.parquet as pq
 
         manifest = read_json(folder / MANIFEST)
-        if not isinstance(manifest, dict) or "format_version" not in manifest:
+        is_of_this_version = (
+            isinstance(manifest, dict) and manifest.get("format_version", FORMAT_VERSION) == FORMAT_VERSION
+        )
+        if not isinstance(manifest, dict) or (is_of_this_version and not manifest.keys() >= _FIELDS):
             raise DraftlineError(
                 f"{folder / MANIFEST}: no manifest of hidden states. `python -m tasks.dump_hidden_states` takes over all shards and "
                 f"writes it again."

@@ -165,7 +165,8 @@ class Checkpoints:
 def keep_newest(aside: Path) -> None:
     """Of the folders set aside in `aside` the newest two stay; what is taken up again is to be out of it before."""
     if aside.exists():
-        for old in sorted(aside.iterdir(), key=lambda path: path.stat().st_mtime)[:-_KEPT]:
+        folders = [path for path in aside.iterdir() if path.is_dir()]  # a file manager leaves files of its own
+        for old in sorted(folders, key=lambda path: path.stat().st_mtime)[:-_KEPT]:
             shutil.rmtree(old)
 
 

@@ -103,8 +103,8 @@ def _move_aside(folder: Path) -> None:
     folder.rename(place)
     place.touch()
     print(
-        f"{folder}: a finished training of other settings, states, code or versions; starting anew. It is kept in {place}, and taken "
-        f"up again with those."
+        f"{folder}: a finished training of other settings, states, code or versions. It is kept in {place}, and taken up again with "
+        f"those."
     )
 
 

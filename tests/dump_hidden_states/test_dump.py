@@ -17,7 +17,7 @@ from tasks.common import planned_shards
 from tasks.common import shard as shard_module
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_json, write_jsonl
-from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
+from tasks.common.hidden_states import FORMAT_VERSION, HIDDEN_STATES, HiddenStates
 from tasks.common.responses import RESPONSES, Response
 from tasks.common.ring import is_freed
 from tasks.common.server_session import Process, ServerRecord, boot_id, kill_session, record_path, session_processes
@@ -184,7 +184,7 @@ def test_a_format_of_another_version_is_refused(params):
         HiddenStates(HIDDEN_STATES / "train")
 
 
-@pytest.mark.parametrize("content", [{}, []])
+@pytest.mark.parametrize("content", [{}, [], {"format_version": FORMAT_VERSION}])
 def test_what_is_no_manifest_is_refused_with_the_fix(tmp_path, content):
     write_json(tmp_path / "manifest.json", content)
     with pytest.raises(DraftlineError, match=r"manifest.json: no manifest of hidden states.*tasks.dump_hidden_states"):

@@ -152,6 +152,17 @@ def test_of_what_is_set_aside_two_are_kept(folder):
     assert newest(folder, "a" * 64) is None
 
 
+def test_a_file_beside_what_is_set_aside_stays_and_counts_for_none(folder):
+    save(Checkpoints(folder, "a" * 64), 1)
+    save(Checkpoints(folder, "b" * 64), 1)
+    aside = folder.parent.with_name(f"{folder.parent.name}_set_aside")
+    (aside / ".DS_Store").touch()
+    save(Checkpoints(folder, "c" * 64), 1)
+    (aside / ".DS_Store").touch()
+    assert newest(folder, "a" * 64) == 1
+    assert (aside / ".DS_Store").exists()
+
+
 def test_none_goes_for_the_one_that_is_taken_up(folder):
     for key in "abc":
         save(Checkpoints(folder, key * 64), 1)
