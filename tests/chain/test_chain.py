@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -121,23 +122,32 @@ def test_a_prompt_is_due_from_collection_on(chain):
 SHARD = "artifacts/hidden_states/train/shard-00000.safetensors"
 
 
-def flip_a_byte(path, sample: int):
+def flip_a_byte(path) -> int:
+    """Of the sample whose index is returned."""
     tensors = load_file(path)
-    last_row = tensors["aux"][tensors["sample_offsets"][sample + 1] - 1]  # the first rows are alike in all samples
+    last_row = tensors["aux"][tensors["sample_offsets"][6] - 1]  # the first rows are alike in all samples
     data = bytearray(path.read_bytes())
     data[data.index(last_row.numpy().tobytes())] ^= 1
     path.write_bytes(data)
+    return 5
 
 
-def test_a_corrupted_shard_fails_the_gate_in_dvc_and_names_the_sample(chain):
+def test_samples_of_a_corrupted_shard_fail_the_gate_in_dvc_and_are_named(chain):
+    """One with a NaN, one whose layers are swapped, one with a flipped byte: one run of DVC finds all three."""
     with spoiled(chain, SHARD):
-        flip_a_byte(chain.path(SHARD), sample=5)
+        tensors = load_file(chain.path(SHARD))
+        aux, starts = tensors["aux"], tensors["sample_offsets"]
+        aux[starts[3], 1, 3] = torch.nan
+        aux[starts[4] : starts[5]] = aux[starts[4] : starts[5]].flip(1)
+        save_file(tensors, chain.path(SHARD))
+        spoilt = [3, 4, flip_a_byte(chain.path(SHARD))]
         result = chain.dvc("repro", "gate_hidden_states")
         assert result.returncode != 0
-        sample = read(chain, "artifacts/hidden_states/train/shard-00000.json")["samples"]["id"][5]
         assert "gate_hidden_states failed" in result.stdout
-        # As a finding's own line: what is said of the shard names its first samples whatever is wrong.
-        assert f"\n    {sample}: " in result.stdout, result.stdout[-3000:]
+        samples = read(chain, "artifacts/hidden_states/train/shard-00000.json")["samples"]["id"]
+        for index in spoilt:
+            # As a finding's own line: what is said of the shard names its first samples whatever is wrong.
+            assert f"\n    {samples[index]}: " in result.stdout, result.stdout[-3000:]
 
 
 def test_a_shard_that_lost_rows_is_dumped_again(chain):
@@ -149,10 +159,9 @@ def test_a_shard_that_lost_rows_is_dumped_again(chain):
         assert (result.returncode, chain.path(SHARD).read_bytes() == whole) == (0, True), result.stdout[-3000:]
 
 
-def test_layers_that_were_swapped_fail_the_flow(chain):
+def test_a_corrupted_shard_fails_the_flow(chain):
     with spoiled(chain, SHARD):
-        tensors = load_file(chain.path(SHARD))
-        save_file(tensors | {"aux": tensors["aux"].flip(1).contiguous()}, chain.path(SHARD))
+        flip_a_byte(chain.path(SHARD))
         result = chain.python("flows.pipeline")
         assert result.returncode == 1
         assert "The pipeline failed: stage gate_hidden_states" in result.stdout
