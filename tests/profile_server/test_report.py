@@ -1,0 +1,45 @@
+"""What is made of a profile: reports/profile.json and the tables, from the cut-outs of real traces of an H200."""
+
+import pytest
+
+from tasks.common.params import Params
+from tasks.profile_server.parts import take_apart
+from tasks.profile_server.profile import Profile, report
+from tasks.profile_server.show import show
+from tasks.profile_server.trace import Trace
+from tests.profile_server.test_parts import EAGLE3, PLAIN
+
+PLAIN_MS, ROUND_MS = 1.6, 4.0  # as if timed without the profiler
+
+
+@pytest.fixture
+def found() -> dict:
+    plain = Profile(1, PLAIN_MS, take_apart(Trace.read(PLAIN), "baseline", 16), PLAIN)
+    drafted = Profile(1, ROUND_MS, take_apart(Trace.read(EAGLE3), "speculative", 1), EAGLE3)
+    return report([plain], [drafted], Params())
+
+
+def test_a_round_must_yield_as_many_tokens_as_plain_steps_fit_into_it(found):
+    assert found["by_requests"][0]["break_even_accept_length"] == 2.5
+
+
+def test_the_gpu_is_idle_for_what_its_kernels_leave_of_the_step_without_the_profiler(found):
+    taken = found["by_requests"][0]["round"]
+    assert taken["gpu_idle_ms"] == pytest.approx(ROUND_MS - taken["gpu_busy_ms"], abs=1e-3)
+    shares = [part["gpu_share"] for part in taken["parts"]]
+    assert sum(shares) + taken["gpu_idle_share"] == pytest.approx(1, abs=0.01)
+
+
+def test_a_draft_of_three_steps_makes_two_passes_of_its_own(found):
+    taken = found["by_requests"][0]["round"]
+    draft = next(part for part in taken["parts"] if part["part"] == "draft")
+    assert taken["draft_passes"] == 2
+    assert taken["draft_pass"]["gpu_ms"] == pytest.approx(draft["gpu_ms"] / 2, abs=1e-3)
+
+
+def test_the_tables_say_what_was_measured_under_the_profiler(found, capsys):
+    show(found)
+    text = capsys.readouterr().out
+    assert "Step times, without the profiler" in text
+    assert "A draft-plus-verify round, traced" in text
+    assert "target verify" in text and "1.338" in text
