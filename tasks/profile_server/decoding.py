@@ -27,7 +27,7 @@ class ProfiledServer(Server):
     """A server that is asked to profile itself."""
 
     def start_profile(self, folder: Path, steps: int) -> None:
-        """Trace the next steps into a file of `folder`, without Python stacks, which would slow the host several times.
+        """Trace the next steps into a file of `folder`, without Python stacks, which would slow the host more.
 
         Raises:
             DraftlineError: it refused.
