@@ -1,7 +1,10 @@
 """What is asked of a running SGLang server over HTTP, and its answers, typed, in the spellings of 0.5.16 and 0.5.23."""
 
+import json
 import re
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +12,7 @@ from tasks.common.errors import DraftlineError
 
 if TYPE_CHECKING:
     import numpy as np
+    import requests
 
 # An answer may take long; SGLang's own watchdog ends a server that hangs well before this.
 _CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S, _INFO_TIMEOUT_S = 10, 3600, 60
@@ -29,6 +33,7 @@ class Completion:
         correct_drafts_histogram: [c] counts the rounds with c correct draft tokens.
         hidden_states: float32 [rows, width], prompt tokens first; None unless asked for.
         seconds: from the request's first byte to the answer's last.
+        pieces: of a streamed answer, (seconds since the request, tokens so far) at each piece; else empty.
     """
 
     output_ids: list[int]
@@ -42,10 +47,11 @@ class Completion:
     correct_drafts_histogram: tuple[int, ...]
     hidden_states: "np.ndarray | None"
     seconds: float
+    pieces: tuple[tuple[float, int], ...] = ()
 
     @classmethod
-    def of(cls, answer: dict[str, Any], seconds: float) -> "Completion":
-        """Read an answer of /generate."""
+    def of(cls, answer: dict[str, Any], seconds: float, pieces: tuple[tuple[float, int], ...] = ()) -> "Completion":
+        """Read an answer of /generate, of a stream the last piece, which holds all."""
         meta = answer["meta_info"]
         return cls(
             output_ids=answer["output_ids"],
@@ -59,6 +65,7 @@ class Completion:
             correct_drafts_histogram=tuple(_either(meta, "spec_correct_drafts_histogram", "spec_accept_histogram", ())),
             hidden_states=_rows(meta["hidden_states"]) if meta.get("hidden_states") else None,
             seconds=seconds,
+            pieces=pieces,
         )
 
 
@@ -91,12 +98,14 @@ class SGLangClient:
         *,
         return_hidden_states: bool = False,
         cache_key: str | None = None,
+        stream: bool = False,
     ) -> Completion:
         """Continue `input_ids`.
 
         Args:
             sampling: SGLang's names: temperature, max_new_tokens, ...
             cache_key: a request shares the prefix cache with those of the same key alone.
+            stream: read the answer piece by piece, as it is written, and note when each came.
 
         Raises:
             DraftlineError: the server refused the request, aborted it, or died.
@@ -106,10 +115,15 @@ class SGLangClient:
             body["return_hidden_states"] = True
         if cache_key:
             body["extra_key"] = cache_key
-        started = time.perf_counter()
-        answer = self._ask("POST", "/generate", json=body)
+        started, pieces = time.perf_counter(), []
+        if stream:
+            answer = {}
+            for answer in self._stream("/generate", body | {"stream": True}):
+                pieces.append((time.perf_counter() - started, _tokens_so_far(answer)))
+        else:
+            answer = self._ask("POST", "/generate", json=body)
         try:
-            completion = Completion.of(answer, time.perf_counter() - started)
+            completion = Completion.of(answer, time.perf_counter() - started, tuple(pieces))
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise DraftlineError(
                 f"{self.url}/generate: no answer of an SGLang server from 0.5.16 on: {type(error).__name__} {error} in it."
@@ -178,29 +192,54 @@ class SGLangClient:
             return False
 
     def _ask(self, method: str, path: str, timeout_s: float | None = None, **kwargs: Any) -> Any:
-        import requests
-
         timeout = (_CONNECT_TIMEOUT_S, timeout_s or self._answer_timeout_s)
-        try:
+        with self._explained(path, timeout[1]):
             response = self._http.request(method, self.url + path, timeout=timeout, **kwargs)
             is_json = "json" in response.headers.get("content-type", "")
             answer = response.json() if response.ok and is_json else response.text
+        self._require_ok(response, path)
+        return answer
+
+    def _stream(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The pieces of an answer, as server-sent events."""
+        timeout = (_CONNECT_TIMEOUT_S, self._answer_timeout_s)
+        with (
+            self._explained(path, timeout[1]),
+            self._http.post(self.url + path, json=body, timeout=timeout, stream=True) as response,
+        ):
+            self._require_ok(response, path)
+            for line in response.iter_lines():
+                if not line.startswith(b"data: {"):
+                    continue
+                piece = json.loads(line[len(b"data: ") :])
+                if "error" in piece:  # the status line was sent before the server knew
+                    raise DraftlineError(f"{self.url}{path}: refused: {piece['error']!a}{self._diagnosis()}")
+                yield piece
+
+    @contextmanager
+    def _explained(self, path: str, timeout_s: float) -> Iterator[None]:
+        """Say of a failed request what is known of its cause."""
+        import requests
+
+        try:
+            yield
         except requests.ConnectionError as error:
             raise DraftlineError(f"{self.url}{path}: no answer: {_cause(error)}{self._diagnosis()}") from None
         except requests.Timeout:
             raise DraftlineError(
-                f"{self.url}{path}: no answer within {timeout[1]:.0f} s: the server hangs, or is stopped.{self._diagnosis()}"
+                f"{self.url}{path}: no answer within {timeout_s:.0f} s: the server hangs, or is stopped.{self._diagnosis()}"
             ) from None
         except (requests.RequestException, ValueError, RecursionError) as error:
             raise DraftlineError(
                 f"{self.url}{path}: no answer of an SGLang server: {error}{self._diagnosis()}"
             ) from None
+
+    def _require_ok(self, response: "requests.Response", path: str) -> None:
         if not response.ok:
             diagnosis = self._diagnosis() if response.status_code >= 500 else ""
             raise DraftlineError(
                 f"{self.url}{path}: refused with {response.status_code}: {ascii(response.text[:500])[1:-1]}{diagnosis}"
             )
-        return answer
 
     def _diagnosis(self) -> str:
         """What else is known when the server does not answer; a server of our own knows its log."""
@@ -212,6 +251,10 @@ def _cause(error: Exception) -> str:
     text = str(error)
     found = re.search(r"\[Errno -?\d+\] ([^'\")]+)", text)
     return f"{found[1]}; does a server run there?" if found else text
+
+
+def _tokens_so_far(piece: dict[str, Any]) -> int:
+    return piece.get("meta_info", {}).get("completion_tokens", 0)
 
 
 def _either(meta: dict[str, Any], name: str, old_name: str, default: Any) -> Any:

@@ -1,0 +1,166 @@
+"""Questions asked of a server by a fixed number of users at once: a closed loop, each asks its next when it is answered."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from statistics import quantiles
+from time import perf_counter
+
+from tasks.common.sglang_client import Completion, SGLangClient
+
+# So many requests of each user, that the time in which fewer are left than users weighs little.
+_REQUESTS_A_USER = 4
+# So many of the users read their answers piece by piece; more would measure this client and not the server.
+_STREAMS = 4
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked.
+
+    Attributes:
+        token_ids: the rendered conversation, generation prompt included.
+    """
+
+    id: str
+    domain: str
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Load:
+    """A set of questions and how they are asked.
+
+    Attributes:
+        name: of the set.
+        concurrency: requests at once.
+        max_new_tokens: of an answer; a stop token ends it before.
+    """
+
+    name: str
+    questions: tuple[Question, ...]
+    concurrency: int
+    temperature: float
+    max_new_tokens: int
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        questions: Sequence[Question],
+        least: int,
+        concurrency: int,
+        temperature: float,
+        max_new_tokens: int,
+    ) -> "Load":
+        """At least `least` requests and four a user; a set that has fewer questions is asked over again."""
+        count = max(least, _REQUESTS_A_USER * concurrency)
+        asked = tuple(questions[number % len(questions)] for number in range(count))
+        return cls(name, asked, concurrency, temperature, max_new_tokens)
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens that the requests which run at once can come to hold in the KV cache."""
+        longest = max(len(question.token_ids) for question in self.questions)
+        return self.concurrency * (longest + self.max_new_tokens)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One server's answers to a load.
+
+    Attributes:
+        arm: name of the server.
+        seconds: from the first request to the last answer.
+        answers: in the order of the questions.
+    """
+
+    arm: str
+    load: Load
+    repeat: int
+    seconds: float
+    answers: tuple[Completion, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.output_ids) for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all users together, prefill included."""
+        return self.tokens / self.seconds
+
+    @property
+    def waited_seconds(self) -> float:
+        """Of all users together, each from its requests to its answers."""
+        return sum(answer.seconds for answer in self.answers)
+
+    @property
+    def first_token_seconds(self) -> list[float]:
+        """Time to first token of each streamed answer."""
+        return [answer.pieces[0][0] for answer in self.answers if answer.pieces]
+
+    @property
+    def inter_token_seconds(self) -> list[float]:
+        """Time between tokens of the streamed answers: of a piece of n tokens, n times its n-th part, as SGLang's own
+        benchmark counts it."""
+        return [gap for answer in self.answers for gap in _gaps(answer)]
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """Of at least one value, interpolated."""
+    return values[0] if len(values) == 1 else quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def run_load(
+    server: SGLangClient, load: Load, arm: str, repeat: int = 0, on_answer: Callable[[], object] = lambda: None
+) -> Pass:
+    """Ask all of it.
+
+    Raises:
+        DraftlineError: a request was refused or the server died; the others are given up.
+    """
+    numbers, lock = iter(range(len(load.questions))), threading.Lock()
+    answers: list[Completion | None] = [None] * len(load.questions)
+
+    def user(streams: bool) -> None:
+        for number in _shared(numbers, lock):
+            answers[number] = server.generate(load.questions[number].token_ids, load.sampling, stream=streams)
+            on_answer()
+
+    began = perf_counter()
+    pool = ThreadPoolExecutor(load.concurrency, thread_name_prefix="user")
+    try:
+        users = [pool.submit(user, number < _STREAMS) for number in range(load.concurrency)]
+        for done in wait(users, return_when=FIRST_EXCEPTION).done:
+            done.result()
+    except BaseException:
+        for _ in _shared(numbers, lock):  # nobody asks further
+            pass
+        # Whoever still waits for an answer gets none once the server is stopped.
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    seconds = perf_counter() - began
+    pool.shutdown()
+    return Pass(arm, load, repeat, seconds, tuple(answers))
+
+
+def _shared(numbers: Iterator[int], lock: threading.Lock) -> Iterator[int]:
+    """What is left of `numbers`, which several threads take from."""
+    while True:
+        with lock:
+            number = next(numbers, None)
+        if number is None:
+            return
+        yield number
+
+
+def _gaps(answer: Completion) -> Iterator[float]:
+    for (before, had), (now, has) in zip(answer.pieces, answer.pieces[1:], strict=False):
+        if has > had:
+            yield from [(now - before) / (has - had)] * (has - had)
