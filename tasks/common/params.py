@@ -143,6 +143,9 @@ class Serve(Section):
     mem_fraction_static: Fraction = 0.3
     startup_timeout_s: Count = 600
     extra_args: tuple[str, ...] = Field((), description="more SGLang flags, given to both servers")
+    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(
+        {}, description="environment variables given to both servers, such as NCCL_ALGO; numbers in quotes"
+    )
 
     @model_validator(mode="after")
     def _chain_is_consistent(self) -> "Serve":

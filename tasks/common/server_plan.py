@@ -180,7 +180,23 @@ def _shared_flags(params: Params, port: int, model: Path) -> tuple[Setting, ...]
 
 
 def server_environment(params: Params) -> tuple[Setting, ...]:
-    """What every server gets, whatever it serves; `process_environment` adds it to this process's own."""
+    """What every server gets, whatever it serves; `process_environment` adds it to this process's own.
+
+    Raises:
+        DraftlineError: `serve.environment` sets a variable that Draftline or torchrun sets.
+    """
+    planned = _planned_environment(params)
+    taken = {setting.name for setting in planned} | {"PYTHONPATH"}
+    for name in params.serve.environment:
+        if name in taken or _OF_TORCHRUN.fullmatch(name):
+            raise DraftlineError(
+                f"{PARAMS}: serve.environment sets {name}, which is set by Draftline or by torchrun and would not be what the "
+                f"server gets. Remove it (`python -m tasks.launch_server --print` shows what a server gets)."
+            )
+    return (*planned, *(flag(*pair, reason="serve.environment") for pair in params.serve.environment.items()))
+
+
+def _planned_environment(params: Params) -> tuple[Setting, ...]:
     offline = flag("HF_HUB_OFFLINE", "1", reason="target and draft are local folders: nothing is to be fetched")
     if params.target.device != "cpu":
         return (offline,)

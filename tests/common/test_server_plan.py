@@ -127,6 +127,12 @@ def test_extra_arguments_cannot_override_what_was_checked(make_plan, words):
         make_plan(serve=SERVE | {"extra_args": words})
 
 
+@pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "SGLANG_USE_CPU_ENGINE", "PYTHONPATH", "MASTER_PORT"])
+def test_a_variable_that_the_plan_sets_itself_cannot_come_from_the_environment_of_params(make_plan, name):
+    with pytest.raises(DraftlineError, match=f"serve.environment sets {name}, which is set by"):
+        make_plan(serve=SERVE | {"environment": {name: "1"}})
+
+
 # --- command lines
 
 
@@ -167,6 +173,12 @@ def test_both_arms_of_the_benchmark_get_the_same_flags(make_plan, tiny_params):
     baseline = said(baseline_plan(tiny_params(contract=AUX, serve=SERVE | {"extra_args": ["--tp-size", "2"]})))
     assert {name: value for name, value in speculative.items() if not name.startswith("--speculative-")} == baseline
     assert baseline["--tp-size"] == "2"
+
+
+def test_both_arms_of_the_benchmark_get_the_same_environment(make_plan, tiny_params):
+    serve = SERVE | {"environment": {"NCCL_ALGO": "Ring"}}
+    for plan in (make_plan(serve=serve), baseline_plan(tiny_params(contract=AUX, serve=serve))):
+        assert said(plan)["NCCL_ALGO"] == process_environment(plan.environment)["NCCL_ALGO"] == "Ring"
 
 
 def test_a_quantised_target_does_not_quantise_its_draft(project, make_plan):
