@@ -1,47 +1,49 @@
-"""Measure the draft where it counts: plain and speculative server on the same held-out prompts, one request at a time.
+"""Measure drafts where it counts: the plain server and the ones with a draft on the same questions, side by side.
 
-    python -m tasks.benchmark     # artifacts/export -> reports/benchmark.json, benchmark_prompts.csv, plots/
+    python -m tasks.benchmark     # artifacts/export -> reports/benchmark.{json,html}, benchmark_{cells,prompts}.csv, plots/
 
-Acceptance length as the contract defines it, with survival by position; tokens per second of both servers, their
-ratio with its spread over prompts; and whether greedy text is the same with the draft as without.
+Acceptance length as the contract defines it, survival by position, tokens per second of one reader and of all, time to first
+token and between tokens, by set of questions and requests at once; the speed-up with its interval; what acceptance would be
+needed to break even; and whether greedy text is the same with the draft as without. What a benchmark that died had measured
+stays in reports/benchmark.partial.json.
 """
 
-from tasks.benchmark.measure import fit_together, measure
-from tasks.benchmark.plots import plot_accept_length_by_domain, plot_survival, plot_throughput, write_csv
+from tasks.benchmark.arms import arms_of
+from tasks.benchmark.measure import measure
+from tasks.benchmark.page import write_page
+from tasks.benchmark.partial import Partial
+from tasks.benchmark.plots import plot_all, write_csv
+from tasks.benchmark.questions import loads_of
 from tasks.benchmark.show import show
-from tasks.benchmark.summary import prompt_rows, summarise
+from tasks.benchmark.summary import cell_rows, compared, headline, prompt_rows, summarise
 from tasks.common.files import REPORTS, read_json, write_json
-from tasks.common.headline import headline
+from tasks.common.headline import headline as points_of
 from tasks.common.params import Params
-from tasks.common.prompts import spread_over_domains
-from tasks.common.responses import read_responses
-from tasks.common.server_plan import baseline_plan
-from tasks.common.speculative_plan import speculative_plan
 from tasks.common.stage import run_stage
 from tasks.common.tracking import Tracker
 
-REPORT = REPORTS / "benchmark.json"
-PROMPTS = REPORTS / "benchmark_prompts.csv"
+REPORT, PAGE = REPORTS / "benchmark.json", REPORTS / "benchmark.html"
+CELLS, PROMPTS = REPORTS / "benchmark_cells.csv", REPORTS / "benchmark_prompts.csv"
 
 
 def main(params: Params, tracker: Tracker) -> None:
-    speculative = speculative_plan(params)
-    baseline = baseline_plan(params, port=params.serve.port + 1)
-    prompts = spread_over_domains(list(read_responses("heldout")), params.benchmark.num_prompts)
+    arms, loads = arms_of(params), loads_of(params)
     predicted = read_json(REPORTS / "train_draft.json")["predicted_accept_length"]
 
-    side_by_side = fit_together((baseline, speculative), params)
-    pairs = measure(baseline, speculative, prompts, params, side_by_side)
-
-    report = summarise(pairs, params, predicted, side_by_side)
-    rows = prompt_rows(pairs)
+    with Partial(arms, params) as partial:
+        measured = measure(arms, loads, params, partial.keep)
+    report = summarise(measured, arms, params, predicted)
     write_json(REPORT, report)
-    write_csv(PROMPTS, rows)
-    plots = [plot_survival(report), plot_accept_length_by_domain(report), plot_throughput(report, rows)]
+    write_csv(PROMPTS, prompt_rows(headline(compared(measured.passes, arms)).pairs))
+    write_csv(CELLS, cell_rows(report))
+    plots = plot_all(report)
+    write_page(report, plots, PAGE)
+    partial.remove()
+
     show(report)
-    for point in headline(["benchmark"]):
+    for point in points_of(["benchmark"]):
         tracker.log_metrics({point.name: point.value}, point.step)
-    for path in (REPORT, PROMPTS, *plots):
+    for path in (REPORT, PAGE, CELLS, PROMPTS, *plots):
         tracker.log_artifact(path)
 
 

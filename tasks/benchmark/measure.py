@@ -1,103 +1,102 @@
-"""Asking the plain and the speculative server the same: same token ids, same flags, in turn, warm."""
+"""Asking every server the same: same token ids, same flags, in turn, warm, the prefix cache emptied before each pass."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from tasks.common.params import Params
+from tasks.benchmark.arms import Arm
+from tasks.benchmark.conditions import require_equal_conditions
+from tasks.common.params import Benchmark, Params
 from tasks.common.progress import progress
-from tasks.common.responses import Response
 from tasks.common.server import Server, running
-from tasks.common.server_plan import ServerPlan
+from tasks.common.server_memory import fit_together
 from tasks.common.sglang_client import Completion
+from tasks.common.traffic import Load, Pass, run_load
 
-# What a server takes beside weights and KV cache: three Python processes (1.7 GB measured on a CPU).
-_OVERHEAD_BYTES = 2e9
-# Two servers may claim this much of a GPU between them; the rest is for activations and CUDA contexts.
-_GPU_SHARE = 0.9
+# An arm and the server that runs for it.
+_Running = tuple[Arm, Server]
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One prompt, asked of both servers."""
+class Measured:
+    """All answers.
 
-    prompt: Response
-    repeat: int
-    baseline: Completion
-    speculative: Completion
-
-    @property
-    def first_difference(self) -> int | None:
-        """Position of the first token in which the answers part; None if they are the same."""
-        plain, drafted = self.baseline.output_ids, self.speculative.output_ids
-        if plain == drafted:
-            return None
-        same = (a == b for a, b in zip(plain, drafted, strict=False))
-        return next((position for position, equal in enumerate(same) if not equal), min(len(plain), len(drafted)))
-
-
-def measure(
-    baseline: ServerPlan, speculative: ServerPlan, prompts: Sequence[Response], params: Params, side_by_side: bool
-) -> list[Pair]:
-    """Ask every prompt `benchmark.repeats` times of both servers, one request at a time.
-
-    Side by side they answer in turn, so that a slow minute of the machine slows both. The prefix cache is emptied
-    before each repeat.
+    Attributes:
+        infos: what each server said that it runs with, by arm.
+        side_by_side: whether all servers ran at once and were asked in turn.
     """
-    answers: dict[tuple[str, int, str], Completion] = {}
-    for group in [(baseline, speculative)] if side_by_side else [(baseline,), (speculative,)]:
-        servers = [Server(plan) for plan in group]
-        total = len(group) * (len(prompts) * params.benchmark.repeats + params.benchmark.warmup_prompts)
-        with running(*servers), progress(total=total, desc="benchmark", unit="answer") as bar:
-            _warm_up(servers, prompts, params, bar)
-            for repeat in range(params.benchmark.repeats):
-                for server in servers:
-                    server.flush_cache()
-                for number, prompt in enumerate(prompts):
-                    # Who goes first alternates: neither always finds the caches that the other left.
-                    for server in servers if (number + repeat) % 2 == 0 else reversed(servers):
-                        answers[prompt.id, repeat, server.plan.kind] = _ask(server, prompt, params)
-                        bar.update()
-    return [
-        Pair(prompt, repeat, answers[prompt.id, repeat, "baseline"], answers[prompt.id, repeat, "speculative"])
-        for repeat in range(params.benchmark.repeats)
-        for prompt in prompts
-    ]
+
+    passes: tuple[Pass, ...]
+    infos: dict[str, dict[str, Any]]
+    side_by_side: bool
 
 
-def fit_together(plans: Sequence[ServerPlan], params: Params) -> bool:
-    """Whether servers of these plans fit into memory at once."""
-    if params.target.device != "cpu":
-        return len(plans) * params.serve.mem_fraction_static <= _GPU_SHARE
-    import psutil
+def measure(arms: Sequence[Arm], loads: Sequence[Load], params: Params, keep: Callable[[list[Pass]], None]) -> Measured:
+    """Pass `benchmark.repeats` times over every load with every server.
 
-    available = psutil.virtual_memory().available
-    return available > sum(_memory(plan, params) for plan in plans)
+    Side by side they are asked in turn, so that a slow minute of the machine slows all: question by question where one
+    request runs at a time, else pass by pass. Who goes first alternates.
 
+    Args:
+        keep: called with all passes so far whenever a load was asked of all.
 
-def _memory(plan: ServerPlan, params: Params) -> float:
-    """Bytes that a server on a CPU may come to hold."""
-    from tasks.common.target import TargetShape, load_config
-
-    weights = sum(file.stat().st_size for folder in (plan.target, plan.draft) if folder for file in _weights(folder))
-    shape = TargetShape.of(load_config(plan.target))
-    width = 4 if plan.dtype == "float32" else 2
-    token = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * width
-    return weights + token * (params.serve.max_total_tokens or params.serve.context_length) + _OVERHEAD_BYTES
-
-
-def _weights(folder: Path) -> list[Path]:
-    return list(folder.glob("*.safetensors"))
-
-
-def _warm_up(servers: Sequence[Server], prompts: Sequence[Response], params: Params, bar) -> None:
-    for server in servers:
-        for number in range(params.benchmark.warmup_prompts):
-            _ask(server, prompts[number % len(prompts)], params)
-            bar.update()
-
-
-def _ask(server: Server, prompt: Response, params: Params) -> Completion:
-    return server.generate(
-        prompt.prompt_token_ids, {"temperature": 0, "max_new_tokens": params.benchmark.max_new_tokens}
+    Raises:
+        DraftlineError: a server does not start, dies or hangs, or the servers do not run under the same conditions.
+    """
+    side_by_side = fit_together([arm.plan for arm in arms], params)
+    passes, infos = [], {}
+    groups = [list(arms)] if side_by_side else [[arm] for arm in arms]
+    asked = params.benchmark
+    warm = [_warm_up(load, asked) for load in _one_a_concurrency(loads)]
+    answers = sum(
+        len(load.questions) for load in [*warm, *loads, *(load for load in loads for _ in range(asked.repeats - 1))]
     )
+    with progress(total=len(arms) * answers, desc="benchmark", unit="answer") as bar:
+        for group in groups:
+            servers = [(arm, Server(arm.plan)) for arm in group]
+            with running(*(server for _, server in servers)):
+                infos |= {arm.name: server.server_info() for arm, server in servers}
+                require_equal_conditions(infos, loads)
+                for load in warm:
+                    for arm, server in servers:
+                        run_load(server, load, arm.name, on_answer=bar.update)
+                for repeat in range(asked.repeats):
+                    for number, load in enumerate(loads):
+                        first = (number + repeat) % 2
+                        passes += _passes(servers if not first else servers[::-1], load, repeat, bar.update)
+                        keep(passes)
+    return Measured(tuple(passes), infos, side_by_side)
+
+
+def _one_a_concurrency(loads: Sequence[Load]) -> Iterator[Load]:
+    """The first load of each concurrency: what a server captures or compiles depends on how many requests run."""
+    return iter({load.concurrency: load for load in reversed(loads)}.values())
+
+
+def _warm_up(load: Load, asked: Benchmark) -> Load:
+    count = asked.warmup_prompts * load.concurrency
+    return replace(load, questions=tuple(load.questions[number % len(load.questions)] for number in range(count)))
+
+
+def _passes(servers: Sequence[_Running], load: Load, repeat: int, on_answer: Callable[[], object]) -> list[Pass]:
+    for _, server in servers:
+        server.flush_cache()
+    if load.concurrency == 1:
+        return _question_by_question(servers, load, repeat, on_answer)
+    return [run_load(server, load, arm.name, repeat, on_answer) for arm, server in servers]
+
+
+def _question_by_question(
+    servers: Sequence[_Running], load: Load, repeat: int, on_answer: Callable[[], object]
+) -> list[Pass]:
+    """One request at a time, each question asked of every server before the next one is."""
+    answers: dict[str, list[Completion]] = {arm.name: [] for arm, _ in servers}
+    for number, question in enumerate(load.questions):
+        # Nobody always finds the processor's caches as another server left them.
+        for arm, server in servers if number % 2 == 0 else reversed(servers):
+            answers[arm.name].append(server.generate(question.token_ids, load.sampling, stream=True))
+            on_answer()
+    return [
+        Pass(name, load, repeat, sum(answer.seconds for answer in given), tuple(given))
+        for name, given in answers.items()
+    ]

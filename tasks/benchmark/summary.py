@@ -1,57 +1,115 @@
-"""From pairs of answers to figures: acceptance, speed, their spread, and whether the text is the same."""
+"""The report of a benchmark, from its passes."""
 
-import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.metadata import version
 
-from tasks.benchmark.measure import Pair
+from tasks.benchmark.arms import BASELINE, OURS, Arm
+from tasks.benchmark.conditions import shown
+from tasks.benchmark.figures import (
+    Comparison,
+    Pair,
+    compare,
+    latency_ms,
+    pair_speed,
+    pair_speedup,
+    speed,
+    speeds,
+    spread,
+    stream_speed,
+)
+from tasks.benchmark.measure import Measured
+from tasks.benchmark.questions import HELDOUT
 from tasks.common.acceptance import pool
 from tasks.common.params import Params
+from tasks.common.sglang_client import Completion
+from tasks.common.traffic import Pass
 
-_RESAMPLES = 2000
+# Upper ends of the buckets of context length, in tokens of prompt and answer.
+_CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
-def summarise(pairs: Sequence[Pair], params: Params, predicted: float, side_by_side: bool) -> dict:
-    """The report of a benchmark.
+def summarise(measured: Measured, arms: Sequence[Arm], params: Params, predicted: float) -> dict:
+    """The report.
 
     Args:
         predicted: acceptance length that train_draft predicted from held-out answers.
-        side_by_side: whether both servers ran at once.
 
     Raises:
         DraftlineError: no speculation ran (S4).
     """
-    acceptance = pool(pair.speculative for pair in pairs)
+    comparisons = compared(measured.passes, arms)
+    ours = headline(comparisons)
+    steps, pairs, acceptance = params.serve.num_steps, ours.pairs, ours.acceptance
+    heldout = ours.name == HELDOUT
     parted = next((pair for pair in pairs if pair.first_difference is not None), None)
-    low, high = speedup_interval(pairs)
     return {
-        "speculative": _figures(pairs, params.serve.num_steps)
+        "speculative": _figures(pairs, steps)
         | {"verify_rounds": acceptance.rounds, "correct_drafts": acceptance.correct},
-        "baseline": {"tokens_per_s": round(_speed(pairs, "baseline"), 2)},
-        "speedup": round(_speedup(pairs), 3),
-        "speedup_interval": [round(low, 3), round(high, 3)],
-        "break_even_accept_length": round(break_even(pairs), 3),
+        "baseline": {"tokens_per_s": round(speed(ours.baseline), 2)},
+        "speedup": round(ours.speedup, 3),
+        "speedup_interval": _rounded(ours.speedup_interval),
+        "break_even_accept_length": round(ours.break_even, 3),
         "lossless": parted is None,
         "first_difference": _difference(parted) if parted else None,
-        "predicted_accept_length": predicted,
-        "served_over_predicted": round(acceptance.accept_length / predicted, 3),
-        "survival": [round(share, 4) for share in acceptance.survival(params.serve.num_steps)],
-        "by_domain": by_domain(pairs, params.serve.num_steps),
-        "settings": {
-            "engine": "sglang",
-            "version": version("sglang"),
-            "steps": params.serve.num_steps,
-            "topk": params.serve.eagle_topk,
-            "draft_tokens": params.serve.num_draft_tokens,
-            "temperature": 0.0,
-            "prompts": len({pair.prompt.id for pair in pairs}),
-            "max_new_tokens": params.benchmark.max_new_tokens,
-            "repeats": params.benchmark.repeats,
-            "requests_at_once": 1,
-            "servers": "side by side, asked in turn" if side_by_side else "one after the other (no room for both)",
-            "device": params.target.device,
-            "dtype": params.target.dtype,
+        "agreement": {"answers": round(ours.agreement, 4), "tokens": round(ours.agreed_tokens, 4)},
+        "predicted_accept_length": predicted if heldout else None,
+        "served_over_predicted": round(acceptance.accept_length / predicted, 3) if heldout else None,
+        "survival": [round(share, 4) for share in acceptance.survival(steps)],
+        "by_domain": by_domain(pairs, steps),
+        "by_context": by_context(one for one in measured.passes if one.arm == OURS and one.load.temperature == 0),
+        "cells": [cell(comparison, steps) for comparison in comparisons],
+        "drafts": {
+            arm.name: {
+                "folder": str(arm.plan.draft),
+                "steps": steps,
+                "topk": params.serve.eagle_topk,
+                "draft_tokens": params.serve.num_draft_tokens,
+            }
+            for arm in arms
+            if arm.plan.draft
         },
+        "settings": _settings(measured, params, pairs),
+    }
+
+
+def compared(passes: Sequence[Pass], arms: Sequence[Arm]) -> list[Comparison]:
+    """Each draft against the plain server, at every load that both have answered."""
+    return list(compare(passes, [arm.name for arm in arms if arm.plan.draft], BASELINE))
+
+
+def headline(comparisons: Sequence[Comparison]) -> Comparison:
+    """Our draft, greedily, at the lowest concurrency, over all sets: what a run is judged by."""
+    ours = [one for one in comparisons if one.draft == OURS and one.load.temperature == 0]
+    lowest = min(one.load.concurrency for one in ours)
+    return [one for one in ours if one.load.concurrency == lowest][-1]  # where several sets are pooled, that comes last
+
+
+def cell(of: Comparison, steps: int) -> dict:
+    """A row of the table: one draft, set, concurrency and temperature."""
+    load = of.load
+    return {
+        "draft": of.draft,
+        "set": of.name,
+        "concurrency": load.concurrency,
+        "temperature": load.temperature,
+        "requests": sum(len(one.answers) for one in of.drafted),
+        "repeats": len({one.repeat for one in of.drafted}),
+        "accept_length": round(of.acceptance.accept_length, 4),
+        "survival": [round(share, 4) for share in of.acceptance.survival(steps)],
+        "verify_rounds": of.acceptance.rounds,
+        "correct_drafts": of.acceptance.correct,
+        "tokens_per_s": spread(speeds(of.drafted)),
+        "baseline_tokens_per_s": spread(speeds(of.baseline)),
+        "stream_tokens_per_s": stream_speed(of.drafted),
+        "baseline_stream_tokens_per_s": stream_speed(of.baseline),
+        "speedup": round(of.speedup, 3),
+        "speedup_interval": _rounded(of.speedup_interval),
+        "break_even_accept_length": round(of.break_even, 3),
+        "first_token_ms": latency_ms(of.drafted, lambda one: one.first_token_seconds),
+        "baseline_first_token_ms": latency_ms(of.baseline, lambda one: one.first_token_seconds),
+        "inter_token_ms": latency_ms(of.drafted, lambda one: one.inter_token_seconds),
+        "baseline_inter_token_ms": latency_ms(of.baseline, lambda one: one.inter_token_seconds),
+        "agreement": round(of.agreement, 4) if load.temperature == 0 else None,
     }
 
 
@@ -59,44 +117,49 @@ def by_domain(pairs: Sequence[Pair], steps: int) -> list[dict]:
     """The same figures for each domain that speculated at all, in alphabetical order."""
     groups: dict[str, list[Pair]] = {}
     for pair in pairs:
-        groups.setdefault(pair.prompt.domain, []).append(pair)
+        groups.setdefault(pair.question.domain, []).append(pair)
     return [
-        {"domain": domain, "prompts": len({pair.prompt.id for pair in group})}
+        {"domain": domain, "prompts": len({pair.question.id for pair in group})}
         | _figures(group, steps)
-        | {"baseline_tokens_per_s": round(_speed(group, "baseline"), 2), "speedup": round(_speedup(group), 3)}
+        | {
+            "baseline_tokens_per_s": round(pair_speed(group, "baseline"), 2),
+            "speedup": round(pair_speedup(group), 3),
+        }
         for domain, group in sorted(groups.items())
         if any(pair.speculative.verify_rounds for pair in group)
     ]
 
 
-def speedup_interval(pairs: Sequence[Pair]) -> tuple[float, float]:
-    """95 % interval of the speed-up, by bootstrap over prompts: all repeats of a prompt are drawn together."""
-    groups: dict[str, list[Pair]] = {}
-    for pair in pairs:
-        groups.setdefault(pair.prompt.id, []).append(pair)
-    prompts, draw = list(groups.values()), random.Random(0)
-    speedups = sorted(
-        _speedup([pair for group in draw.choices(prompts, k=len(prompts)) for pair in group]) for _ in range(_RESAMPLES)
-    )
-    return speedups[int(0.025 * _RESAMPLES)], speedups[int(0.975 * _RESAMPLES)]
-
-
-def break_even(pairs: Sequence[Pair]) -> float:
-    """The acceptance length at which speculation costs as much as it saves: time of a round over time of a plain token.
-
-    Prefill counts on both sides.
-    """
-    rounds = sum(pair.speculative.verify_rounds for pair in pairs)
-    seconds = sum(pair.speculative.seconds for pair in pairs)
-    return seconds / rounds * _speed(pairs, "baseline")
+def by_context(passes: Iterable[Pass]) -> list[dict]:
+    """Acceptance by length of the whole answer: beyond the lengths that a draft was trained on it falls (S8)."""
+    groups: dict[int, list[Completion]] = {}
+    for one in passes:
+        for answer in one.answers:
+            tokens = answer.prompt_tokens + len(answer.output_ids)
+            groups.setdefault(next((n for n, end in enumerate(_CONTEXTS) if tokens <= end), len(_CONTEXTS)), []).append(
+                answer
+            )
+    rows = []
+    for number, answers in sorted(groups.items()):
+        if any(answer.verify_rounds for answer in answers):
+            acceptance = pool(answers)
+            rows.append(
+                {
+                    "tokens": _bucket(number),
+                    "answers": len(answers),
+                    "verify_rounds": acceptance.rounds,
+                    "accept_length": round(acceptance.accept_length, 4),
+                }
+            )
+    return rows
 
 
 def prompt_rows(pairs: Sequence[Pair]) -> list[dict]:
-    """A flat row for each prompt and repeat: reports/benchmark_prompts.csv."""
+    """A flat row for each question and repeat: reports/benchmark_prompts.csv."""
     return [
         {
-            "prompt": pair.prompt.id,
-            "domain": pair.prompt.domain,
+            "prompt": pair.question.id,
+            "domain": pair.question.domain,
             "repeat": pair.repeat,
             "prompt_tokens": pair.speculative.prompt_tokens,
             "answer_tokens": len(pair.speculative.output_ids),
@@ -107,39 +170,76 @@ def prompt_rows(pairs: Sequence[Pair]) -> list[dict]:
             "accept_length": round(pool([pair.speculative]).accept_length, 4) if pair.speculative.verify_rounds else "",
             "baseline_seconds": round(pair.baseline.seconds, 4),
             "speculative_seconds": round(pair.speculative.seconds, 4),
-            "baseline_tokens_per_s": round(_speed([pair], "baseline"), 2),
-            "speculative_tokens_per_s": round(_speed([pair], "speculative"), 2),
-            "speedup": round(_speedup([pair]), 3),
+            "baseline_tokens_per_s": round(pair_speed([pair], "baseline"), 2),
+            "speculative_tokens_per_s": round(pair_speed([pair], "speculative"), 2),
+            "speedup": round(pair_speedup([pair]), 3),
             "first_difference": "" if pair.first_difference is None else pair.first_difference,
         }
         for pair in pairs
     ]
 
 
+def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict:
+    asked = params.benchmark
+    return {
+        "engine": "sglang",
+        "version": version("sglang"),
+        "steps": params.serve.num_steps,
+        "topk": params.serve.eagle_topk,
+        "draft_tokens": params.serve.num_draft_tokens,
+        "temperature": 0.0,
+        "prompts": len({pair.question.id for pair in pairs}),
+        "sets": list(asked.sets) or [HELDOUT],
+        "max_new_tokens": asked.max_new_tokens,
+        "repeats": asked.repeats,
+        "concurrency": list(asked.concurrency),
+        "temperatures": list(asked.temperatures),
+        "requests_at_once": asked.concurrency[0],
+        "servers": "side by side, asked in turn" if measured.side_by_side else "one after the other (no room for all)",
+        "device": params.target.device,
+        "dtype": params.target.dtype,
+        "conditions": shown(measured.infos[BASELINE]),
+    }
+
+
 def _figures(pairs: Sequence[Pair], steps: int) -> dict:
     acceptance = pool(pair.speculative for pair in pairs)
     return {
         "accept_length": round(acceptance.accept_length, 4),
-        "tokens_per_s": round(_speed(pairs, "speculative"), 2),
+        "tokens_per_s": round(pair_speed(pairs, "speculative"), 2),
         "survival": [round(share, 4) for share in acceptance.survival(steps)],
     }
-
-
-def _speed(pairs: Sequence[Pair], arm: str) -> float:
-    """Generated tokens per second of waiting, prefill included."""
-    answers = [getattr(pair, arm) for pair in pairs]
-    return sum(len(answer.output_ids) for answer in answers) / sum(answer.seconds for answer in answers)
-
-
-def _speedup(pairs: Sequence[Pair]) -> float:
-    return _speed(pairs, "speculative") / _speed(pairs, "baseline")
 
 
 def _difference(pair: Pair) -> dict:
     at = pair.first_difference
     return {
-        "prompt": pair.prompt.id,
+        "prompt": pair.question.id,
         "position": at,
         "baseline": pair.baseline.output_ids[at : at + 1],
         "speculative": pair.speculative.output_ids[at : at + 1],
     }
+
+
+def _rounded(interval: tuple[float, float] | None) -> list[float] | None:
+    return [round(bound, 3) for bound in interval] if interval else None
+
+
+def _bucket(number: int) -> str:
+    low = _CONTEXTS[number - 1] + 1 if number else 1
+    return f"{low} to {_CONTEXTS[number]}" if number < len(_CONTEXTS) else f"from {low}"
+
+
+def cell_rows(report: dict) -> list[dict]:
+    """The cells as flat rows: reports/benchmark_cells.csv."""
+    return [dict(_flat(row)) for row in report["cells"]]
+
+
+def _flat(row: dict) -> Iterator[tuple[str, object]]:
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}_{part}", of_part) for part, of_part in value.items())
+        elif isinstance(value, list):
+            yield from ((f"{name}_{number}", one) for number, one in enumerate(value, 1))
+        else:
+            yield name, "" if value is None else value

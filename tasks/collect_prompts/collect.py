@@ -5,7 +5,7 @@ from pathlib import Path
 
 from jinja2 import TemplateError
 
-from tasks.collect_prompts.sources import Row, read_folder
+from tasks.common.conversations import Row, read_folder
 from tasks.common.errors import DraftlineError
 from tasks.common.files import write_json, write_jsonl
 from tasks.common.params import Prompts

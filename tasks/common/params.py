@@ -1,5 +1,6 @@
 """`params.yaml`, typed: a section a stage, unknown keys refused, exclusive options checked at load time."""
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,6 +20,8 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 StorageDtype = Literal["float32", "bfloat16", "float16", "float8"]
 Count = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+# Names that the benchmark gives itself.
+RESERVED_NAMES = ("baseline", "speculative", "heldout", "all")
 
 
 class Section(BaseModel):
@@ -164,10 +167,45 @@ class Serve(Section):
 
 
 class Benchmark(Section):
-    num_prompts: Count = Field(16, description="held-out prompts, spread over domains")
+    """What is asked of the plain server and of the ones with a draft, in turn."""
+
+    sets: dict[str, str] = Field(
+        {}, description="name: JSONL file of questions (messages, EAGLE, Spec-Bench); none: the held-out prompts"
+    )
+    num_prompts: Count = Field(16, description="prompts of a set, spread over domains")
     max_new_tokens: Count = 48
-    repeats: Count = Field(1, description="each prompt is asked of both servers this often, in turn")
-    warmup_prompts: Count = 2
+    concurrency: tuple[Count, ...] = Field((1,), min_length=1, description="requests at once; each is measured")
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        (0.0,), min_length=1, description="above 0 is measured at the lowest concurrency alone"
+    )
+    repeats: Annotated[int, Field(ge=3)] = Field(3, description="passes over a set, by each server in turn")
+    warmup_prompts: Count = Field(2, description="asked of each server before, for each request at once")
+    drafts: dict[str, str] = Field({}, description="name: folder or hub id of a draft to be measured beside ours")
+
+    @field_validator("sets", "drafts")
+    @classmethod
+    def _names_are_plain(cls, named: dict[str, str]) -> dict[str, str]:
+        """They become columns, file names and MLflow metrics."""
+        for name in named:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name) or name in RESERVED_NAMES:
+                raise ValueError(
+                    f"{name!r} is no name for this: letters, digits, '_', '-' and '.', and none of {', '.join(RESERVED_NAMES)}"
+                )
+        return named
+
+    @field_validator("temperatures")
+    @classmethod
+    def _greedy_is_among_them(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+        if 0 not in values:
+            raise ValueError(f"{list(values)}: 0 must be among them; losslessness and the prediction are greedy")
+        return values
+
+    @field_validator("concurrency", "temperatures")
+    @classmethod
+    def _ascending(cls, values: tuple[float, ...]) -> tuple[float, ...]:
+        if list(values) != sorted(set(values)):
+            raise ValueError(f"{list(values)}: each value once, in ascending order")
+        return values
 
 
 class Gates(Section):
@@ -187,6 +225,9 @@ class Gates(Section):
     )
     min_predicted_accept_length: Annotated[float, Field(ge=1)] = 1.5
     min_accept_length: Annotated[float, Field(ge=1)] = 1.5
+    max_accept_length_drop: Fraction = Field(
+        0.05, description="share of the committed benchmark's acceptance length by which it may fall"
+    )
 
 
 class Tracking(Section):
@@ -212,6 +253,12 @@ class Params(Section):
             raise ValueError(
                 f"train_draft.ttt_length is {self.train_draft.ttt_length}, but serve.num_steps drafts "
                 f"{self.serve.num_steps} tokens: the draft would be served beyond the steps it was trained on"
+            )
+        most = max(self.benchmark.concurrency)
+        if most > self.serve.max_running_requests:
+            raise ValueError(
+                f"benchmark.concurrency goes up to {most}, but serve.max_running_requests is "
+                f"{self.serve.max_running_requests}: the rest would wait in a queue; raise it to {most}"
             )
         return self
 

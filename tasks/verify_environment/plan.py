@@ -13,6 +13,7 @@ from tasks.common.params import Params
 from tasks.common.server_plan import spanned_gpus
 from tasks.common.storage import bytes_per_token
 from tasks.common.target import TargetShape
+from tasks.common.traffic import requests_of
 from tasks.verify_environment.facts import Compute, TargetFacts
 from tasks.verify_environment.pace import (
     CPU,
@@ -178,13 +179,21 @@ class _Costs:
         return Estimate("launch_server", 0, seconds, 0, server_gpus(self.params), "one server start")
 
     def benchmark(self) -> Estimate:
-        """One request at a time; the speculative server is taken to be no faster than the plain one."""
-        settings, gpus = self.params.benchmark, server_gpus(self.params)
-        prompts = settings.warmup_prompts + settings.num_prompts * settings.repeats
+        """Every server at every load; one that speculates is taken to be no faster than the plain one."""
+        asked, gpus = self.params.benchmark, server_gpus(self.params)
+        servers, sets = 2 + len(asked.drafts), max(1, len(asked.sets))
+        loads = [(c, t) for c in asked.concurrency for t in asked.temperatures if not t or c == asked.concurrency[0]]
+        seconds, answers = servers * self._server_start_s(), 0
+        for concurrency, _ in loads:
+            requests = concurrency * asked.warmup_prompts + sets * asked.repeats * requests_of(
+                asked.num_prompts, concurrency
+            )
+            step = self._step_s(self.pace.sglang, concurrency, gpus)
+            seconds += servers * requests * asked.max_new_tokens * step / concurrency
+            answers += servers * requests
         step = self._step_s(self.pace.sglang, 1, gpus)
-        seconds = START_S + 2 * (self._server_start_s() + prompts * settings.max_new_tokens * step)
-        basis = f"two server starts; {prompts} prompts to each, {step * 1e3:.3g} ms a plain token"
-        return Estimate("benchmark", 2 * prompts * settings.max_new_tokens, seconds, 0, gpus, basis)
+        basis = f"{servers} server starts; {answers} answers, {step * 1e3:.3g} ms a plain token of one reader"
+        return Estimate("benchmark", answers * asked.max_new_tokens, START_S + seconds, 0, gpus, basis)
 
     def gates(self) -> Estimate:
         seconds = 5 * START_S + self._state_bytes() / DISK_BYTES_PER_S

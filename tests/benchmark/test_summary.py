@@ -1,99 +1,130 @@
-"""The figures of a benchmark, from planted pairs of answers."""
+"""The report of a benchmark, from planted passes."""
 
-import csv
+from pathlib import Path
 
 import pytest
 
-from tasks.benchmark.measure import Pair
-from tasks.benchmark.plots import plot_accept_length_by_domain, plot_survival, plot_throughput, write_csv
-from tasks.benchmark.summary import break_even, prompt_rows, speedup_interval, summarise
-from tasks.common.errors import DraftlineError
+from tasks.benchmark.arms import Arm
+from tasks.benchmark.measure import Measured
+from tasks.benchmark.partial import Partial
+from tasks.benchmark.summary import cell_rows, compared, headline, prompt_rows, summarise
+from tasks.common.files import read_json
 from tasks.common.params import Params
-from tasks.common.responses import Response
-from tasks.common.sglang_client import Completion
+from tasks.common.server_plan import ServerPlan
+from tests.benchmark.passes import completion, load, made
+
+PLAIN, DRAFTED = completion(10, 2.0), completion(10, 1.0, (2, 0, 0, 2), pieces=((0.1, 1), (1.0, 10)))
 
 
-def completion(tokens, seconds, histogram=()) -> Completion:
-    correct = sum(length * count for length, count in enumerate(histogram))
-    return Completion(tokens, "", "length", 3, 0, "v", sum(histogram), correct, tuple(histogram), None, seconds)
+def arm(name, draft=None) -> Arm:
+    kind = "speculative" if draft else "baseline"
+    return Arm(name, ServerPlan(kind, 1, 1, "cpu", "float32", Path("t"), draft, None, (), ()))
 
 
-def pair(
-    name, domain="chat", tokens=10, baseline_s=2.0, speculative_s=1.0, histogram=(2, 0, 0, 2), drafted=None, repeat=0
-):
-    ids = list(range(tokens))
-    prompt = Response(name, domain, [], [1, 2, 3], [], "", "stop")
-    return Pair(prompt, repeat, completion(ids, baseline_s), completion(drafted or ids, speculative_s, histogram))
+ARMS = [arm("baseline"), arm("speculative", Path("ours")), arm("theirs", Path("their"))]
 
 
-def report(pairs):
-    return summarise(pairs, Params(), predicted=2.0, side_by_side=True)
+def report(passes, **settings):
+    names = {one.arm for one in passes}
+    measured = Measured(tuple(passes), {name: {"tp_size": 1, "port": 3} for name in names}, side_by_side=True)
+    arms = [one for one in ARMS if one.name in names]
+    return summarise(measured, arms, Params.model_validate({"benchmark": settings}), predicted=2.0)
 
 
-def test_speed_is_total_tokens_over_total_seconds_and_not_a_mean_of_ratios():
-    pairs = [pair("a", tokens=90, baseline_s=9, speculative_s=3), pair("b", tokens=10, baseline_s=1, speculative_s=1)]
-    figures = report(pairs)
-    assert figures["baseline"]["tokens_per_s"] == 10
-    assert figures["speculative"]["tokens_per_s"] == 25
-    assert figures["speedup"] == 2.5
+def both(of, plain=PLAIN, drafted=DRAFTED, drafts=("speculative",)):
+    count = len(of.questions)
+    return [
+        one
+        for repeat in range(3)
+        for one in [
+            made("baseline", of, [plain] * count, repeat),
+            *(made(draft, of, [drafted] * count, repeat) for draft in drafts),
+        ]
+    ]
 
 
-def test_acceptance_is_pooled_and_comes_with_survival_and_settings():
-    figures = report([pair("a", histogram=(2, 1, 0, 3)), pair("b", histogram=(4, 0, 0, 0))])
-    assert figures["speculative"]["accept_length"] == 2.0
-    assert figures["speculative"]["verify_rounds"] == 10
-    assert figures["survival"] == figures["speculative"]["survival"] == [0.4, 0.3, 0.3]
-    assert figures["served_over_predicted"] == 1.0
-    assert figures["settings"]["draft_tokens"] == 4
+def test_acceptance_comes_with_survival_prediction_and_settings():
+    found = report(both(load(2)))
+    assert found["speculative"]["accept_length"] == 2.5
+    assert found["speculative"]["verify_rounds"] == 24
+    assert found["survival"] == found["speculative"]["survival"] == [0.5, 0.5, 0.5]
+    assert found["served_over_predicted"] == 1.25
+    assert (found["speedup"], found["speedup_interval"]) == (2.0, [2.0, 2.0])
+    assert found["baseline"]["tokens_per_s"] == 5
+    assert found["settings"]["draft_tokens"] == 4
+    assert found["settings"]["conditions"] == {"tp_size": 1}
+    assert found["lossless"] and found["agreement"] == {"answers": 1.0, "tokens": 1.0}
 
 
-def test_without_a_single_round_there_is_no_report():
-    with pytest.raises(DraftlineError, match="no speculation ran at all"):
-        report([pair("a", histogram=())])
+def test_the_headline_is_our_draft_at_the_lowest_concurrency():
+    slow = completion(10, 4.0, (2, 0, 0, 2))
+    passes = both(load(2)) + both(load(2, concurrency=4), drafted=slow)
+    passes += [made("theirs", load(2), [slow] * 2, repeat) for repeat in range(3)]
+    found = report(passes, concurrency=(1, 4))
+    assert found["speedup"] == 2.0
+    rows = [(row["draft"], row["concurrency"], row["speedup"]) for row in found["cells"]]
+    assert rows == [("speculative", 1, 2.0), ("speculative", 4, 0.5), ("theirs", 1, 0.5)]
+
+
+def test_other_sets_than_the_held_out_prompts_were_not_predicted():
+    found = report(both(load(1, "maths")) + both(load(1, "code")), sets={"maths": "m", "code": "c"})
+    assert found["predicted_accept_length"] is found["served_over_predicted"] is None
+    assert [row["set"] for row in found["cells"]] == ["maths", "code", "all"]
+    assert found["settings"]["prompts"] == 1  # ids are the same in both
+
+
+def test_above_temperature_zero_no_text_is_compared():
+    other = completion([5] * 10, 1.0, (2, 0, 0, 2))
+    found = report(both(load(1)) + both(load(1, temperature=1.0), drafted=other), temperatures=(0, 1))
+    assert found["lossless"]
+    assert [row["agreement"] for row in found["cells"]] == [1.0, None]
 
 
 def test_a_token_that_differs_is_found():
-    parted = pair("b", tokens=4, drafted=[0, 1, 9, 3])
-    figures = report([pair("a"), parted])
-    assert not figures["lossless"]
-    assert figures["first_difference"] == {"prompt": "b", "position": 2, "baseline": [2], "speculative": [9]}
-
-
-def test_an_answer_that_ends_early_is_a_difference():
-    assert pair("a", tokens=4, drafted=[0, 1]).first_difference == 2
-
-
-def test_equal_answers_are_lossless():
-    assert report([pair("a"), pair("b")])["lossless"]
-
-
-def test_the_interval_spans_the_prompts_and_repeats_of_one_are_drawn_together():
-    same = [pair("a", repeat=0), pair("a", speculative_s=2.0, repeat=1)]
-    low, high = speedup_interval(same)
-    assert low == high  # one prompt: nothing to resample, however its repeats differ
-    low, high = speedup_interval([pair(str(i), speculative_s=s) for i, s in enumerate((0.5, 1, 1, 1, 2))])
-    assert 1 <= low < 2 < high <= 4
-
-
-def test_break_even_is_the_cost_of_a_round_in_plain_tokens():
-    # 4 rounds in 1 s, plain 5 tokens/s: a round costs 1.25 plain tokens
-    assert break_even([pair("a")]) == pytest.approx(1.25)
+    of = load(2)
+    parted = completion([0, 1, 9, 3], 1.0, (1, 1))
+    passes = [made("baseline", of, [completion(4, 1)] * 2), made("speculative", of, [completion(4, 1, (1, 1)), parted])]
+    found = report(passes)
+    assert not found["lossless"]
+    assert found["first_difference"] == {"prompt": "q1", "position": 2, "baseline": [2], "speculative": [9]}
 
 
 def test_domains_are_reported_apart_and_leave_out_those_that_never_speculated():
-    rows = report([pair("a", "maths"), pair("b", "chat", histogram=(4,)), pair("c", "code", histogram=())])["by_domain"]
-    assert [(row["domain"], row["accept_length"]) for row in rows] == [("chat", 1.0), ("maths", 2.5)]
+    of = load(3, domains=("maths", "chat", "code"))
+    drafted = [DRAFTED, completion(10, 1, (4,)), completion(10, 1)]
+    passes = [made("baseline", of, [PLAIN] * 3), made("speculative", of, drafted)]
+    assert [(row["domain"], row["accept_length"]) for row in report(passes)["by_domain"]] == [
+        ("chat", 1.0),
+        ("maths", 2.5),
+    ]
 
 
-def test_pictures_come_with_their_numbers(tmp_path):
-    pairs = [pair(str(i), domain) for i, domain in enumerate(("chat", "code", "maths"))]
-    figures, rows = report(pairs), prompt_rows(pairs)
-    write_csv(tmp_path / "prompts.csv", rows)
-    for png in (
-        plot_survival(figures, tmp_path),
-        plot_accept_length_by_domain(figures, tmp_path),
-        plot_throughput(figures, rows, tmp_path),
-    ):
-        assert png.read_bytes().startswith(b"\x89PNG")
-        assert len(list(csv.DictReader(png.with_suffix(".csv").open()))) >= 2
-    assert [row["accept_length"] for row in csv.DictReader((tmp_path / "prompts.csv").open())] == ["2.5"] * 3
+def test_acceptance_by_length_of_the_context():
+    long = completion(200, 1.0, (10, 0, 0, 0))
+    of = load(2)
+    passes = [made("baseline", of, [PLAIN, completion(200, 2)]), made("speculative", of, [DRAFTED, long])]
+    rows = report(passes)["by_context"]
+    assert [(row["tokens"], row["accept_length"]) for row in rows] == [("1 to 128", 2.5), ("129 to 256", 1.0)]
+
+
+def test_rows_of_the_tables_share_their_columns():
+    passes = both(load(1)) + both(load(1, concurrency=2), drafted=completion(10, 1.0, (2, 0, 0, 2)))
+    found = report(passes, concurrency=(1, 2))
+    first, second = cell_rows(found)
+    assert first.keys() == second.keys()
+    assert (first["tokens_per_s_median"], first["survival_3"], first["first_token_ms_p50"]) == (10.0, 0.5, 100.0)
+    rows = prompt_rows(headline(compared(passes, ARMS)).pairs)
+    assert [(row["prompt"], row["repeat"], row["accept_length"]) for row in rows] == [("q0", r, 2.5) for r in range(3)]
+
+
+def test_what_was_measured_before_a_crash_is_kept_and_marked(tmp_path):
+    path = tmp_path / "partial.json"
+    with pytest.raises(RuntimeError), Partial(ARMS[:2], Params(), path) as partial:
+        partial.keep(both(load(1))[:2])
+        assert "killed" in read_json(path)["why"]
+        raise RuntimeError("the baseline server died")
+    kept = read_json(path)
+    assert (kept["complete"], kept["why"]) == (False, "the baseline server died")
+    assert [(row["speedup"], row["repeats"]) for row in kept["cells"]] == [(2.0, 1)]
+    with Partial(ARMS[:2], Params(), path):
+        assert not path.exists()

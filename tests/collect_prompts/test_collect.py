@@ -6,7 +6,7 @@ import pytest
 from transformers import AddedToken
 
 from tasks.collect_prompts.collect import collect_prompts
-from tasks.collect_prompts.sources import read_folder
+from tasks.common.conversations import read_folder
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, read_jsonl, write_jsonl
 from tasks.common.params import Prompts

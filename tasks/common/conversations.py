@@ -1,4 +1,4 @@
-"""Read conversations from a folder of JSONL files, each row a prompt or a reason why it is none."""
+"""Read conversations from JSONL files, each row a prompt or a reason why it is none."""
 
 import hashlib
 import json
@@ -27,10 +27,6 @@ class Row:
 def read_folder(folder: Path) -> Iterator[Row]:
     """Yield the rows of every *.jsonl file below `folder`, files in name order.
 
-    A row holds `messages` ([{role, content}]), `conversations` ([{from, value}], ShareGPT) or `prompt` (a
-    string), and may name its `id`, `domain` and `split`; without a split it belongs to heldout where the
-    file's name starts with 'heldout', else to train. The conversation is ended at its last user message.
-
     Raises:
         DraftlineError: no file, a file that is not JSONL, or an unknown split; names file and line.
     """
@@ -41,16 +37,37 @@ def read_folder(folder: Path) -> Iterator[Row]:
             f'for example {{"messages": [{{"role": "user", "content": "..."}}]}}; see infra/docs/prompts.md.'
         )
     for path in files:
-        name = path.relative_to(folder).as_posix()
-        for line, row in read_numbered_jsonl(path):
-            split, messages = split_of(row, path, line), _messages_of(row)
-            label, domain = (str(row.get(field) or path.stem) for field in ("id", "domain"))
-            if isinstance(messages, str):
-                yield Row(name, line, split, None, messages)
-            elif not _is_unicode([label, domain, messages]):
-                yield Row(name, line, split, None, "bad_unicode")
-            else:
-                yield Row(name, line, split, Prompt(_identity(label, messages), domain, name, messages))
+        yield from read_file(path, path.relative_to(folder).as_posix())
+
+
+def read_file(path: Path, name: str) -> Iterator[Row]:
+    """Yield the rows of one JSONL file.
+
+    A row holds `messages` ([{role, content}]), `conversations` ([{from, value}], ShareGPT), `turns` (a list of what a user
+    says, EAGLE and Spec-Bench; the first is asked) or `prompt` (a string), and may name its `id`, `domain` and `split`;
+    without a split it belongs to heldout where the file's name starts with 'heldout', else to train. The conversation is
+    ended at its last user message.
+
+    Args:
+        name: of the file, as rows are to call it.
+
+    Raises:
+        DraftlineError: not JSONL, or an unknown split; names file and line.
+    """
+    for line, row in read_numbered_jsonl(path):
+        split, messages = split_of(row, path, line), _messages_of(row)
+        label = _first(row, ("id", "question_id"), path.stem)
+        domain = _first(row, ("domain", "category"), path.stem)
+        if isinstance(messages, str):
+            yield Row(name, line, split, None, messages)
+        elif not _is_unicode([label, domain, messages]):
+            yield Row(name, line, split, None, "bad_unicode")
+        else:
+            yield Row(name, line, split, Prompt(_identity(label, messages), domain, name, messages))
+
+
+def _first(row: dict, fields: tuple[str, ...], default: str) -> str:
+    return next((str(row[field]) for field in fields if row.get(field) not in (None, "")), default)
 
 
 def _is_unicode(texts: list) -> bool:

@@ -1,0 +1,38 @@
+"""Who is asked: the plain server, the one with our draft, and those with other people's drafts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tasks.common.params import Params
+from tasks.common.server_plan import ServerPlan, baseline_plan
+from tasks.common.speculative_plan import speculative_plan
+from tasks.common.target_source import locate_draft
+
+BASELINE, OURS = "baseline", "speculative"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A server under a name."""
+
+    name: str
+    plan: ServerPlan
+
+
+def arms_of(params: Params) -> list[Arm]:
+    """The plain server first, then ours, then the others in the order of params.yaml.
+
+    Raises:
+        DraftlineError: a draft cannot be had, or would not be served as it was trained.
+    """
+    port = params.serve.port
+    arms = [Arm(BASELINE, baseline_plan(params, port=port + 1)), Arm(OURS, speculative_plan(params))]
+    for number, (name, draft) in enumerate(params.benchmark.drafts.items(), 2):
+        folder = locate_draft(draft, f"benchmark.drafts.{name}")
+        arms.append(Arm(name, speculative_plan(params, folder, port=port + number, own=False)))
+    return arms
+
+
+def drafted(arms: Sequence[Arm]) -> list[Arm]:
+    """Those that speculate."""
+    return [arm for arm in arms if arm.plan.draft]

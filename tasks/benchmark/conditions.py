@@ -1,0 +1,69 @@
+"""Whether the servers run under the same conditions: a speed-up over a baseline with other flags is none (S6).
+
+What counts is not what was asked for but what each server says that it runs with: SGLang resolves, lowers and replaces
+settings on its own, and differently once it speculates.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tasks.common.errors import DraftlineError
+from tasks.common.traffic import Load
+
+# What makes a server this one and no other, and what speculation is; all else must be equal.
+_OWN = ("port", "random_seed", "weight_version", "nccl_port", "dist_init_addr", "served_model_name", "internal_states")
+_SPECULATION = "speculative_"
+# Lists of sizes for which graphs are captured: SGLang spaces them by the tokens of a round. Whether there are graphs, by
+# which backend and up to which size stays compared.
+_SIZES = ("bs", "cuda_graph_bs")
+# Tokens of the KV cache: the draft's own layer takes some room. What must be equal is that nobody has to wait.
+_POOL = "max_total_num_tokens"
+# Of a server's settings, what a reader of the report wants to see.
+_SHOWN = (
+    "attention_backend", "decode_attention_backend", "prefill_attention_backend", "sampling_backend", "disable_cuda_graph",
+    "disable_radix_cache", "disable_overlap_schedule", "max_running_requests", "chunked_prefill_size", "kv_cache_dtype",
+    "quantization", "tp_size", "mem_fraction_static", "page_size",
+)  # fmt: skip
+
+
+def shown(info: dict[str, Any]) -> dict[str, Any]:
+    """The settings that all servers share, for the report."""
+    return {name: info[name] for name in _SHOWN if name in info}
+
+
+def require_equal_conditions(infos: dict[str, dict[str, Any]], loads: Sequence[Load]) -> None:
+    """
+    Args:
+        infos: /server_info by arm, the plain server's first.
+
+    Raises:
+        DraftlineError: a setting differs between the plain server and another, or a cache is too small for the load.
+    """
+    (plain, reference), *others = infos.items()
+    for name, info in others:
+        differing = list(_differences(reference, info))
+        if differing:
+            raise DraftlineError(
+                f"the {name} server does not run under the same conditions as the {plain} server, so that a ratio of their "
+                f"speeds would say nothing of the draft: {'; '.join(differing)}. Give both the same flags (serve.extra_args goes "
+                f"to both); where SGLang changes one on its own once it speculates, set it there."
+            )
+    most = max(loads, key=lambda load: load.most_tokens)
+    for name, info in infos.items():
+        if (room := info.get(_POOL)) is not None and room < most.most_tokens:
+            raise DraftlineError(
+                f"the {name} server's KV cache holds {room} tokens, and {most.concurrency} requests at once of {most.name} can "
+                f"come to hold {most.most_tokens}: some would wait, and not in every server alike. Raise serve.max_total_tokens "
+                f"or serve.mem_fraction_static, or lower benchmark.concurrency."
+            )
+
+
+def _differences(reference: dict[str, Any], info: dict[str, Any], path: str = "") -> Iterator[str]:
+    for name in sorted(reference.keys() | info.keys()):
+        if name in _SIZES or (not path and (name in (*_OWN, _POOL) or name.startswith(_SPECULATION))):
+            continue
+        ours, theirs = reference.get(name), info.get(name)
+        if isinstance(ours, dict) and isinstance(theirs, dict):
+            yield from _differences(ours, theirs, f"{path}{name}.")
+        elif ours != theirs:
+            yield f"{path}{name} is {ours!r} and {theirs!r}"

@@ -1,0 +1,197 @@
+"""From passes of a plain server and of one with a draft over the same questions to figures."""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from statistics import fmean, median, stdev
+
+from tasks.common.acceptance import Acceptance, pool
+from tasks.common.sglang_client import Completion
+from tasks.common.traffic import Load, Pass, Question, percentile
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One question, asked of both servers."""
+
+    question: Question
+    repeat: int
+    baseline: Completion
+    speculative: Completion
+
+    @property
+    def first_difference(self) -> int | None:
+        """Position of the first token in which the answers part; None if they are the same."""
+        plain, drafted = self.baseline.output_ids, self.speculative.output_ids
+        if plain == drafted:
+            return None
+        same = (a == b for a, b in zip(plain, drafted, strict=False))
+        return next((position for position, equal in enumerate(same) if not equal), min(len(plain), len(drafted)))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Passes of one draft and the plain server's over the same loads and repeats.
+
+    Attributes:
+        name: of the set; 'all' where several are pooled.
+        baseline: in the order of `drafted`.
+    """
+
+    draft: str
+    name: str
+    baseline: tuple[Pass, ...]
+    drafted: tuple[Pass, ...]
+
+    @property
+    def load(self) -> Load:
+        """How it was asked; of several sets, the first."""
+        return self.drafted[0].load
+
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        return [
+            Pair(question, drafted.repeat, *answers)
+            for plain, drafted in zip(self.baseline, self.drafted, strict=True)
+            for question, *answers in zip(drafted.load.questions, plain.answers, drafted.answers, strict=True)
+        ]
+
+    @cached_property
+    def acceptance(self) -> Acceptance:
+        return pool(answer for one in self.drafted for answer in one.answers)
+
+    @property
+    def speedup(self) -> float:
+        """Ratio of tokens per second over all passes, prefill included."""
+        return speed(self.drafted) / speed(self.baseline)
+
+    @cached_property
+    def speedup_interval(self) -> tuple[float, float] | None:
+        """95 % interval: by bootstrap over questions where one request runs at a time, else by Student's t over the
+        logarithms of the ratios of passes that were made side by side; None of a single pass."""
+        if self.load.concurrency == 1:
+            return bootstrap(self.pairs)
+        return student(
+            [drafted / plain for drafted, plain in zip(speeds(self.drafted), speeds(self.baseline), strict=True)]
+        )
+
+    @property
+    def break_even(self) -> float:
+        """The acceptance length at which speculation costs as much as it saves: time of a round over time of a plain token.
+
+        Both as a request waits for them, prefill included.
+        """
+        waited = sum(one.waited_seconds for one in self.drafted) / self.acceptance.rounds
+        return waited * sum(one.tokens for one in self.baseline) / sum(one.waited_seconds for one in self.baseline)
+
+    @property
+    def agreement(self) -> float:
+        """Share of answers that are the plain server's token by token."""
+        return fmean(pair.first_difference is None for pair in self.pairs)
+
+    @property
+    def agreed_tokens(self) -> float:
+        """Share of the plain server's tokens that stand before the first difference."""
+        agreed = sum(
+            len(pair.baseline.output_ids) if pair.first_difference is None else pair.first_difference
+            for pair in self.pairs
+        )
+        return agreed / sum(len(pair.baseline.output_ids) for pair in self.pairs)
+
+
+def compare(passes: Sequence[Pass], drafts: Sequence[str], baseline: str) -> Iterator[Comparison]:
+    """Every draft at every load of which both servers have made all the passes that there are; several sets also pooled."""
+    made = {(one.arm, one.load.key, one.repeat): one for one in passes}
+    loads = {one.load.key: one.load for one in passes}.values()
+    repeats = sorted({one.repeat for one in passes})
+    for draft in drafts:
+        found: dict[tuple[float, int], list[Comparison]] = {}
+        for load in loads:
+            both = [(made.get((baseline, load.key, n)), made.get((draft, load.key, n))) for n in repeats]
+            both = [(plain, with_draft) for plain, with_draft in both if plain and with_draft]
+            if both:
+                plain, with_draft = zip(*both, strict=True)
+                one = Comparison(draft, load.name, plain, with_draft)
+                found.setdefault((load.temperature, load.concurrency), []).append(one)
+        for of_sets in found.values():
+            yield from of_sets
+            if len(of_sets) > 1:
+                yield pooled(of_sets)
+
+
+def pooled(comparisons: Sequence[Comparison]) -> Comparison:
+    """Several sets as one."""
+    baseline = tuple(one for of_set in comparisons for one in of_set.baseline)
+    return Comparison(
+        comparisons[0].draft, "all", baseline, tuple(one for of_set in comparisons for one in of_set.drafted)
+    )
+
+
+def speed(passes: Iterable[Pass]) -> float:
+    """Tokens per second of all users together."""
+    passes = list(passes)
+    return sum(one.tokens for one in passes) / sum(one.seconds for one in passes)
+
+
+def speeds(passes: Sequence[Pass]) -> list[float]:
+    """The same for each repeat."""
+    return [speed(one for one in passes if one.repeat == repeat) for repeat in sorted({one.repeat for one in passes})]
+
+
+def bootstrap(pairs: Sequence[Pair]) -> tuple[float, float]:
+    """95 % interval of the speed-up over questions: all repeats of a question are drawn together."""
+    groups: dict[str, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair.question.id, []).append(pair)
+    questions, draw = list(groups.values()), random.Random(0)
+    found = sorted(
+        pair_speedup([pair for group in draw.choices(questions, k=len(questions)) for pair in group])
+        for _ in range(_RESAMPLES)
+    )
+    return found[int(0.025 * _RESAMPLES)], found[int(0.975 * _RESAMPLES)]
+
+
+def student(ratios: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of the mean ratio of few passes, None of one."""
+    from scipy.stats import t
+
+    if len(ratios) < 2:
+        return None
+    logarithms = [math.log(ratio) for ratio in ratios]
+    half = t.ppf(0.975, len(ratios) - 1) * stdev(logarithms) / math.sqrt(len(ratios))
+    return math.exp(fmean(logarithms) - half), math.exp(fmean(logarithms) + half)
+
+
+def pair_speed(pairs: Iterable[Pair], arm: str) -> float:
+    """Tokens per second of waiting for these answers."""
+    answers = [getattr(pair, arm) for pair in pairs]
+    return sum(len(answer.output_ids) for answer in answers) / sum(answer.seconds for answer in answers)
+
+
+def pair_speedup(pairs: Sequence[Pair]) -> float:
+    return pair_speed(pairs, "speculative") / pair_speed(pairs, "baseline")
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    return {"median": round(median(values), 2), "min": round(min(values), 2), "max": round(max(values), 2)}
+
+
+def latency_ms(passes: Sequence[Pass], of: Callable[[Pass], list[float]]) -> dict[str, float | None]:
+    """Median and 99th percentile over all streamed answers, None where nothing was streamed."""
+    values = [1e3 * value for one in passes for value in of(one)]
+    return {f"p{percent}": round(percentile(values, percent), 3) if values else None for percent in (50, 99)}
+
+
+def stream_speed(passes: Sequence[Pass]) -> float | None:
+    """Median tokens per second that one reader sees, from the first piece to the last."""
+    seen = [
+        (answer.pieces[-1][1] - answer.pieces[0][1]) / (answer.pieces[-1][0] - answer.pieces[0][0])
+        for one in passes
+        for answer in one.answers
+        if len(answer.pieces) > 1
+    ]
+    return round(median(seen), 2) if seen else None

@@ -1,0 +1,63 @@
+"""A baseline under other conditions is refused: its speed-up would be made by the flags (S6)."""
+
+import pytest
+
+from tasks.benchmark.conditions import require_equal_conditions, shown
+from tasks.common.errors import DraftlineError
+from tests.benchmark.passes import load
+
+PLAIN = {
+    "port": 1,
+    "random_seed": 5,
+    "speculative_algorithm": None,
+    "disable_cuda_graph": False,
+    "cuda_graph_config": {"decode": {"backend": "full", "max_bs": 64, "bs": [1, 2, 4]}},
+    "max_total_num_tokens": 598885,
+    "max_running_requests": 64,
+}
+DRAFTED = PLAIN | {
+    "port": 2,
+    "random_seed": 6,
+    "speculative_algorithm": "EAGLE3",
+    "speculative_num_steps": 3,
+    "cuda_graph_config": {"decode": {"backend": "full", "max_bs": 64, "bs": [1, 2, 3, 4]}},
+    "max_total_num_tokens": 500000,
+}
+LOADS = [load(4, concurrency=4)]
+
+
+def require(drafted, plain=PLAIN, loads=LOADS):
+    require_equal_conditions({"baseline": plain, "speculative": drafted}, loads)
+
+
+def test_what_speculation_itself_changes_may_differ():
+    require(DRAFTED)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"disable_cuda_graph": True}, "disable_cuda_graph is False and True"),
+        ({"max_running_requests": 48}, "max_running_requests is 64 and 48"),
+        ({"cuda_graph_config": {"decode": {"backend": "disabled", "max_bs": 64}}}, "cuda_graph_config.decode.backend"),
+        ({"a_flag_of_a_later_release": 1}, "a_flag_of_a_later_release is None and 1"),
+    ],
+)
+def test_any_other_difference_is_refused_and_named(change, named):
+    with pytest.raises(DraftlineError, match="same conditions") as refused:
+        require(DRAFTED | change)
+    assert named in str(refused.value)
+
+
+def test_a_baseline_with_graphs_off_is_refused_too():
+    with pytest.raises(DraftlineError, match="disable_cuda_graph is True and False"):
+        require(DRAFTED, plain=PLAIN | {"disable_cuda_graph": True})
+
+
+def test_a_cache_in_which_requests_would_wait_is_refused():
+    with pytest.raises(DraftlineError, match=r"holds 200 tokens, and 4 requests at once .* can come to hold 268"):
+        require(DRAFTED | {"max_total_num_tokens": 200})
+
+
+def test_the_report_shows_the_settings_that_matter():
+    assert shown(PLAIN) == {"disable_cuda_graph": False, "max_running_requests": 64}

@@ -1,0 +1,110 @@
+"""Speed, acceptance, break-even and agreement, from planted passes."""
+
+import math
+
+import pytest
+
+from tasks.benchmark.figures import Comparison, compare, latency_ms, stream_speed, student
+from tasks.common.errors import DraftlineError
+from tests.benchmark.passes import comparison, completion, load, made
+
+
+def test_speed_is_total_tokens_over_total_seconds_and_not_a_mean_of_ratios():
+    found = comparison([completion(90, 9), completion(10, 1)], [completion(90, 3, (9, 27)), completion(10, 1, (4, 2))])
+    assert found.speedup == pytest.approx(2.5)  # a mean of the ratios would be 2
+
+
+def test_acceptance_is_pooled_over_rounds():
+    found = comparison([completion(10, 1)] * 2, [completion(10, 1, (2, 1, 0, 3)), completion(10, 1, (4, 0, 0, 0))])
+    assert found.acceptance.accept_length == 2.0
+    assert found.acceptance.survival(3) == [0.4, 0.3, 0.3]
+
+
+def test_without_a_single_round_there_is_no_acceptance():
+    with pytest.raises(DraftlineError, match="no speculation ran at all"):
+        _ = comparison([completion(5, 1)], [completion(5, 1)]).acceptance
+
+
+def test_break_even_is_the_cost_of_a_round_in_plain_tokens():
+    # 4 rounds in 1 s, plain 5 tokens/s: a round costs 1.25 plain tokens.
+    assert comparison([completion(10, 2)], [completion(10, 1, (2, 0, 0, 2))]).break_even == pytest.approx(1.25)
+
+
+def test_break_even_counts_what_a_request_waits_and_not_what_all_get_together():
+    # Two users at once: 10 tokens each in 2 s, so a token takes each of them 0.2 s; a round 0.25 s.
+    of = load(2, concurrency=2)
+    plain = made("baseline", of, [completion(10, 2)] * 2, seconds=2)
+    drafted = made("speculative", of, [completion(10, 1, (2, 0, 0, 2))] * 2, seconds=1)
+    assert Comparison("speculative", "heldout", (plain,), (drafted,)).break_even == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize(("drafted", "at"), [([0, 1, 9, 3], 2), ([0, 1], 2), ([0, 1, 2, 3], None)])
+def test_answers_part_at_the_first_token_that_differs_or_is_missing(drafted, at):
+    assert comparison([completion(4, 1)], [completion(drafted, 1, (1,))]).pairs[0].first_difference == at
+
+
+def test_agreement_is_the_share_of_equal_answers_and_of_tokens_before_they_part():
+    found = comparison([completion(4, 1)] * 2, [completion(4, 1, (1,)), completion([0, 9, 2, 3], 1, (1,))])
+    assert found.agreement == 0.5
+    assert found.agreed_tokens == 5 / 8
+
+
+def test_the_interval_spans_the_questions_and_repeats_of_one_are_drawn_together():
+    of = load(1)
+    plain = [made("baseline", of, [completion(10, 2)], repeat) for repeat in (0, 1)]
+    drafted = [made("speculative", of, [completion(10, s, (2, 0, 0, 2))], r) for r, s in enumerate((1.0, 2.0))]
+    low, high = Comparison("speculative", "heldout", tuple(plain), tuple(drafted)).speedup_interval
+    assert low == high  # one question: nothing to resample, however its repeats differ
+    answers = [completion(10, s, (2, 0, 0, 2)) for s in (0.5, 1, 1, 1, 2)]
+    low, high = comparison([completion(10, 2)] * 5, answers).speedup_interval
+    assert 1 <= low < 2 < high <= 4
+
+
+def test_several_at_once_take_the_interval_from_the_passes():
+    of = load(2, concurrency=2)
+
+    def passes(arm, seconds):
+        return tuple(made(arm, of, [completion(10, s, (1, 3))] * 2, n, seconds=s) for n, s in enumerate(seconds))
+
+    found = Comparison("speculative", "heldout", passes("baseline", (2, 2, 2)), passes("speculative", (1, 1.1, 0.9)))
+    low, high = found.speedup_interval
+    assert low < found.speedup < high
+    assert (low, high) == pytest.approx(student([2, 2 / 1.1, 2 / 0.9]))
+
+
+def test_students_interval_of_three_passes_is_wide():
+    # Ratios 1, 2, 4: logarithms 0, ln 2, 2 ln 2, so the half width is 4.303 ln 2 / sqrt 3.
+    low, high = student([1, 2, 4])
+    half = 4.302653 * math.log(2) / math.sqrt(3)
+    assert (low, high) == pytest.approx((2 * math.exp(-half), 2 * math.exp(half)), rel=1e-5)
+    assert student([2.0]) is None
+
+
+def test_only_what_both_servers_have_answered_is_compared():
+    of, more = load(1), load(1, concurrency=2)
+    answer = completion(4, 1, (1, 1))
+    passes = [made("baseline", of, [answer]), made("draft", of, [answer]), made("baseline", more, [answer])]
+    assert [(one.draft, one.load.concurrency) for one in compare(passes, ["draft"], "baseline")] == [("draft", 1)]
+
+
+def test_several_sets_are_also_pooled_and_each_concurrency_by_itself():
+    answer = completion(4, 1, (1, 1))
+    loads = [load(1, name, concurrency) for concurrency in (1, 2) for name in ("maths", "code")]
+    passes = [made(arm, of, [answer]) for of in loads for arm in ("baseline", "draft")]
+    names = [(one.name, one.load.concurrency) for one in compare(passes, ["draft"], "baseline")]
+    assert names == [("maths", 1), ("code", 1), ("all", 1), ("maths", 2), ("code", 2), ("all", 2)]
+
+
+def test_latency_is_read_from_the_pieces_and_a_piece_of_three_tokens_is_three_gaps():
+    streamed = completion(5, 1.0, (1, 1), pieces=((0.4, 1), (0.5, 2), (0.8, 5)))
+    passes = [made("baseline", load(2), [streamed, completion(5, 1.0)])]
+    assert passes[0].first_token_seconds == [0.4]
+    assert passes[0].inter_token_seconds == pytest.approx([0.1, 0.1, 0.1, 0.1])
+    assert latency_ms(passes, lambda one: one.inter_token_seconds)["p99"] == pytest.approx(100)
+    assert stream_speed(passes) == pytest.approx(10)
+
+
+def test_latency_of_answers_that_were_not_streamed_is_not_known():
+    passes = [made("baseline", load(1), [completion(5, 1.0)])]
+    assert latency_ms(passes, lambda one: one.first_token_seconds) == {"p50": None, "p99": None}
+    assert stream_speed(passes) is None
