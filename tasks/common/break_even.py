@@ -1,0 +1,166 @@
+"""When a draft pays: the acceptance length at which a round of draft and verify costs what it saves.
+
+A round yields AL = 1 + (sum of the survivals) tokens (contract, section 4) and pays where AL is above round / plain step,
+the break-even. What is drafted at position i of a chain (top-k 1) does not depend on whether positions behind it follow:
+of the rounds measured with s steps, survival gives the acceptance length at every fewer steps exactly. (With fewer steps
+rounds would begin at other tokens as well; that is left out.)
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tasks.common.files import REPORTS, read_json
+
+# Fewer steps are advised where they promise more than this beyond what is.
+_WORTH = 1.01
+
+
+@dataclass(frozen=True)
+class RoundTime:
+    """Time of a round by draft steps, a line: `fixed + steps * step`; any unit."""
+
+    fixed: float
+    step: float
+
+    @classmethod
+    def through(cls, measured: Mapping[int, float]) -> "RoundTime | None":
+        """Least squares through times by steps; None with fewer than two numbers of steps, which leave the slope open.
+
+        A slope below zero is noise and is taken as zero.
+        """
+        if len(measured) < 2:
+            return None
+        steps, time = fmean(measured), fmean(measured.values())
+        rise = sum((s - steps) * (t - time) for s, t in measured.items())
+        step = max(0.0, rise / sum((s - steps) ** 2 for s in measured))
+        return cls(time - step * steps, step)
+
+    def at(self, steps: int) -> float:
+        """Time of a round of so many steps."""
+        return self.fixed + steps * self.step
+
+    def step_share(self, steps: int) -> float:
+        """Share that one draft step has in a round of so many."""
+        return self.step / self.at(steps)
+
+
+def accept_length_at(survival: Sequence[float], steps: int) -> float:
+    """Acceptance length of a chain of `steps`, from the survival by position measured with at least as many.
+
+    Raises:
+        ValueError: fewer were measured.
+    """
+    if steps > len(survival):
+        raise ValueError(f"survival of {len(survival)} positions says nothing of {steps} steps")
+    return 1 + sum(survival[:steps])
+
+
+def prolonged(survival: Sequence[float], steps: int) -> list[float]:
+    """Survival at `steps` positions: what was measured, then as if each further token survived like the last one did."""
+    before, last = (1.0, *survival)[-2:]
+    ratio = last / before if before else 0.0
+    return [*survival, *(last * ratio**further for further in range(1, steps - len(survival) + 1))][:steps]
+
+
+def predicted_speedup(accept_length: float, round_time: float, plain_step: float) -> float:
+    """Tokens per second with the draft over those without, prefill left out; times in one unit."""
+    return accept_length * plain_step / round_time
+
+
+def advice(
+    accept_length: float,
+    survival: Sequence[float],
+    steps: int,
+    break_even: float,
+    *,
+    topk: int = 1,
+    draft_step_share: float | None = None,
+    scaling: Mapping[str, Any] | None = None,
+) -> list[str]:
+    """What is missing until the draft pays, in sentences.
+
+    Args:
+        accept_length: reached, with `steps` draft steps.
+        survival: by position, as many as `steps`.
+        break_even: needed: time of a round over time of a plain step.
+        draft_step_share: share of the round that one draft step takes; None where it was not measured (`measured_step_share`).
+        scaling: reports/scaling.json; None where there is none. Read are `tokens`, trained on, and
+            `accept_length_per_doubling` of them.
+    """
+    speedup = accept_length / break_even
+    if speedup >= 1:
+        found = [
+            f"You need {break_even:.2f}, you have {accept_length:.2f}: the draft pays, decoding is {speedup:.2f} times as fast."
+        ]
+    else:
+        found = [
+            f"You need {break_even:.2f}, you have {accept_length:.2f}: a round takes as long as {break_even:.2f} plain steps, so "
+            f"that decoding is {speedup:.2f} times as fast as without the draft."
+        ]
+    if topk == 1 and steps > 1:
+        found.append(_fewer_steps(survival, steps, break_even, speedup, draft_step_share))
+    if speedup < 1:
+        found.append(_more_data(break_even - accept_length, break_even, scaling))
+    return found
+
+
+def measured_step_share(requests: int, steps: int, topk: int, folder: Path = REPORTS) -> float | None:
+    """Share of a round that one draft step takes with so many requests at once, from reports/tuned.json or profile.json.
+
+    The tuner's line through rounds of several lengths counts first. Of a profile it is the draft's own passes, by the GPU's
+    time or the host's, whichever is more: one of the two is what the round waits for.
+
+    Returns:
+        None where neither report has it for this number of requests, steps and top-k.
+    """
+    tuned, profiled = (
+        read_json(path) if path.exists() else {} for path in (folder / "tuned.json", folder / "profile.json")
+    )
+    line = tuned.get("round_time")
+    if topk == 1 and line and tuned["concurrency"] == requests:
+        return RoundTime(line["fixed_ms"], line["step_ms"]).step_share(steps)
+    settings = profiled.get("settings", {})
+    rows = [row["round"] for row in profiled.get("by_requests", ()) if row["requests"] == requests]
+    if not rows or (settings["steps"], settings["topk"]) != (steps, topk) or not rows[0]["draft_passes"]:
+        return None
+    draft = next(part for part in rows[0]["parts"] if part["part"] == "draft")
+    return max(draft["host_share"], draft.get("gpu_share", 0.0)) / rows[0]["draft_passes"]
+
+
+def _fewer_steps(
+    survival: Sequence[float], steps: int, break_even: float, speedup: float, draft_step_share: float | None
+) -> str:
+    if draft_step_share is None:
+        return (
+            "Whether fewer draft steps would pay more is not known: how much of a round one step takes was not measured at this "
+            "number of requests (`python -m tasks.tune_server` and `python -m tasks.profile_server` do)."
+        )
+    promised = [
+        (accept_length_at(survival, fewer), break_even * (1 - draft_step_share * (steps - fewer)), fewer)
+        for fewer in range(1, steps)
+    ]
+    reached, needed, fewer = max(promised, key=lambda one: one[0] / one[1])
+    would = f"{fewer} draft step{'s' * (fewer > 1)} instead of {steps} would need {needed:.2f} and reach {reached:.2f}"
+    if reached / needed <= speedup * _WORTH:
+        return f"Fewer draft steps would not help: {would}."
+    return f"{would}: {reached / needed:.2f} times as fast as without the draft."
+
+
+def _more_data(missing: float, needed: float, scaling: Mapping[str, Any] | None) -> str:
+    if scaling is None:
+        return (
+            "How far more training data would help is not known: that needs a scaling fit, and there is no "
+            f"{REPORTS / 'scaling.json'}."
+        )
+    gain, tokens = scaling["accept_length_per_doubling"], scaling["tokens"]
+    if gain <= 0:
+        return f"More training data does not help by the fit of {REPORTS / 'scaling.json'}: {gain:+.2f} a doubling."
+    times = 2 ** math.ceil(missing / gain)
+    return (
+        f"More training data helps by the fit of {REPORTS / 'scaling.json'}: a doubling adds {gain:.2f}, so that {needed:.2f} would "
+        f"need about {times} times the {tokens / 1e6:.1f} M tokens trained on."
+    )
