@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 # An answer may take long; SGLang's own watchdog ends a server that hangs well before this.
 _CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S, _INFO_TIMEOUT_S = 10, 3600, 60
 _CONNECTIONS = 256
+_FLUSH_S = 10
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,12 @@ class SGLangClient:
                 )
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache; no request may be in flight."""
-        self._ask("POST", "/flush_cache")
+        """Empty the prefix cache. A step that was scheduled ahead may outlive its answer: the server waits for it.
+
+        Raises:
+            DraftlineError: a request still ran after seconds.
+        """
+        self._ask("POST", f"/flush_cache?timeout={_FLUSH_S}")
 
     def require_vocabulary(self, largest_id: int) -> None:
         """Refuse to ask for a token that the target does not have: SGLang would look it up, and die of it.
