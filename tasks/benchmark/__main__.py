@@ -14,8 +14,9 @@ from tasks.benchmark.page import write_page
 from tasks.benchmark.partial import Partial
 from tasks.benchmark.plots import plot_all, write_csv
 from tasks.benchmark.questions import loads_of
+from tasks.benchmark.rows import cell_rows, prompt_rows
 from tasks.benchmark.show import show
-from tasks.benchmark.summary import cell_rows, compared, headline, prompt_rows, summarise
+from tasks.benchmark.summary import compared, headline, summarise
 from tasks.common.files import REPORTS, read_json, write_json
 from tasks.common.headline import headline as points_of
 from tasks.common.params import Params

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.benchmark.arms import Arm
-from tasks.benchmark.summary import cell, compared
+from tasks.benchmark.rows import cell
+from tasks.benchmark.summary import compared
 from tasks.common.files import REPORTS, write_json
 from tasks.common.params import Params
 from tasks.common.traffic import Pass

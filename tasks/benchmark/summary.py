@@ -1,31 +1,20 @@
 """The report of a benchmark, from its passes."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 from tasks.benchmark.arms import BASELINE, OURS, Arm
 from tasks.benchmark.conditions import shown
-from tasks.benchmark.figures import (
-    Comparison,
-    Pair,
-    compare,
-    latency_ms,
-    pair_speed,
-    pair_speedup,
-    speed,
-    speeds,
-    spread,
-    stream_speed,
-)
+from tasks.benchmark.figures import Comparison, Pair, compare, speed
 from tasks.benchmark.measure import Measured
 from tasks.benchmark.questions import HELDOUT
-from tasks.common.acceptance import pool
+from tasks.benchmark.rows import acceptance_and_speed, by_context, by_domain, cell, rounded
+from tasks.common.break_even import advice, measured_step_share
+from tasks.common.files import REPORTS, read_json
 from tasks.common.params import Params
-from tasks.common.sglang_client import Completion
 from tasks.common.traffic import Pass
 
-# Upper ends of the buckets of context length, in tokens of prompt and answer.
-_CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+SCALING = REPORTS / "scaling.json"
 
 
 def summarise(measured: Measured, arms: Sequence[Arm], params: Params, predicted: float) -> dict:
@@ -43,11 +32,11 @@ def summarise(measured: Measured, arms: Sequence[Arm], params: Params, predicted
     heldout = ours.name == HELDOUT
     parted = next((pair for pair in pairs if pair.first_difference is not None), None)
     return {
-        "speculative": _figures(pairs, steps)
+        "speculative": acceptance_and_speed(pairs, steps)
         | {"verify_rounds": acceptance.rounds, "correct_drafts": acceptance.correct},
         "baseline": {"tokens_per_s": round(speed(ours.baseline), 2)},
         "speedup": round(ours.speedup, 3),
-        "speedup_interval": _rounded(ours.speedup_interval),
+        "speedup_interval": rounded(ours.speedup_interval),
         "break_even_accept_length": round(ours.break_even, 3),
         "lossless": parted is None,
         "first_difference": _difference(parted) if parted else None,
@@ -68,6 +57,7 @@ def summarise(measured: Measured, arms: Sequence[Arm], params: Params, predicted
             for arm in arms
             if arm.plan.draft
         },
+        "advice": list(_advice(comparisons, ours.name, params)),
         "settings": _settings(measured, params, pairs),
     }
 
@@ -84,99 +74,23 @@ def headline(comparisons: Sequence[Comparison]) -> Comparison:
     return [one for one in ours if one.load.concurrency == lowest][-1]  # where several sets are pooled, that comes last
 
 
-def cell(of: Comparison, steps: int) -> dict:
-    """A row of the table: one draft, set, concurrency and temperature."""
-    load = of.load
-    return {
-        "draft": of.draft,
-        "set": of.name,
-        "concurrency": load.concurrency,
-        "temperature": load.temperature,
-        "requests": sum(len(one.answers) for one in of.drafted),
-        "repeats": len({one.repeat for one in of.drafted}),
-        "accept_length": round(of.acceptance.accept_length, 4),
-        "survival": [round(share, 4) for share in of.acceptance.survival(steps)],
-        "verify_rounds": of.acceptance.rounds,
-        "correct_drafts": of.acceptance.correct,
-        "tokens_per_s": spread(speeds(of.drafted)),
-        "baseline_tokens_per_s": spread(speeds(of.baseline)),
-        "stream_tokens_per_s": stream_speed(of.drafted),
-        "baseline_stream_tokens_per_s": stream_speed(of.baseline),
-        "speedup": round(of.speedup, 3),
-        "speedup_interval": _rounded(of.speedup_interval),
-        "break_even_accept_length": round(of.break_even, 3),
-        "first_token_ms": latency_ms(of.drafted, lambda one: one.first_token_seconds),
-        "baseline_first_token_ms": latency_ms(of.baseline, lambda one: one.first_token_seconds),
-        "inter_token_ms": latency_ms(of.drafted, lambda one: one.inter_token_seconds),
-        "baseline_inter_token_ms": latency_ms(of.baseline, lambda one: one.inter_token_seconds),
-        "agreement": round(of.agreement, 4) if load.temperature == 0 else None,
-    }
-
-
-def by_domain(pairs: Sequence[Pair], steps: int) -> list[dict]:
-    """The same figures for each domain that speculated at all, in alphabetical order."""
-    groups: dict[str, list[Pair]] = {}
-    for pair in pairs:
-        groups.setdefault(pair.question.domain, []).append(pair)
-    return [
-        {"domain": domain, "prompts": len({pair.question.id for pair in group})}
-        | _figures(group, steps)
-        | {
-            "baseline_tokens_per_s": round(pair_speed(group, "baseline"), 2),
-            "speedup": round(pair_speedup(group), 3),
-        }
-        for domain, group in sorted(groups.items())
-        if any(pair.speculative.verify_rounds for pair in group)
-    ]
-
-
-def by_context(passes: Iterable[Pass]) -> list[dict]:
-    """Acceptance by length of the whole answer: beyond the lengths that a draft was trained on it falls (S8)."""
-    groups: dict[int, list[Completion]] = {}
-    for one in passes:
-        for answer in one.answers:
-            tokens = answer.prompt_tokens + len(answer.output_ids)
-            groups.setdefault(next((n for n, end in enumerate(_CONTEXTS) if tokens <= end), len(_CONTEXTS)), []).append(
-                answer
-            )
-    rows = []
-    for number, answers in sorted(groups.items()):
-        if any(answer.verify_rounds for answer in answers):
-            acceptance = pool(answers)
-            rows.append(
-                {
-                    "tokens": _bucket(number),
-                    "answers": len(answers),
-                    "verify_rounds": acceptance.rounds,
-                    "accept_length": round(acceptance.accept_length, 4),
-                }
-            )
-    return rows
-
-
-def prompt_rows(pairs: Sequence[Pair]) -> list[dict]:
-    """A flat row for each question and repeat: reports/benchmark_prompts.csv."""
-    return [
-        {
-            "prompt": pair.question.id,
-            "domain": pair.question.domain,
-            "repeat": pair.repeat,
-            "prompt_tokens": pair.speculative.prompt_tokens,
-            "answer_tokens": len(pair.speculative.output_ids),
-            "finish_reason": pair.speculative.finish_reason,
-            "verify_rounds": pair.speculative.verify_rounds,
-            "correct_drafts": pair.speculative.correct_drafts,
-            "histogram": " ".join(map(str, pair.speculative.correct_drafts_histogram)),
-            "accept_length": round(pool([pair.speculative]).accept_length, 4) if pair.speculative.verify_rounds else "",
-            "baseline_seconds": round(pair.baseline.seconds, 4),
-            "speculative_seconds": round(pair.speculative.seconds, 4),
-            "baseline_tokens_per_s": round(pair_speed([pair], "baseline"), 2),
-            "speculative_tokens_per_s": round(pair_speed([pair], "speculative"), 2),
-            "speedup": round(pair_speedup([pair]), 3),
-            "first_difference": "" if pair.first_difference is None else pair.first_difference,
-        }
-        for pair in pairs
-    ]
+def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> Iterator[str]:
+    """Whether our draft pays at each concurrency, and what would be needed where it does not."""
+    serve, scaling = params.serve, read_json(SCALING) if SCALING.exists() else None
+    for one in comparisons:
+        if (one.draft, one.name, one.load.temperature) != (OURS, of_set, 0):
+            continue
+        requests = one.load.concurrency
+        sentences = advice(
+            one.acceptance.accept_length,
+            one.acceptance.survival(serve.num_steps),
+            serve.num_steps,
+            one.break_even,
+            topk=serve.eagle_topk,
+            draft_step_share=measured_step_share(requests, serve.num_steps, serve.eagle_topk),
+            scaling=scaling,
+        )
+        yield f"{'1 request at a time' if requests == 1 else f'{requests} requests at once'}: {' '.join(sentences)}"
 
 
 def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict:
@@ -202,15 +116,6 @@ def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict
     }
 
 
-def _figures(pairs: Sequence[Pair], steps: int) -> dict:
-    acceptance = pool(pair.speculative for pair in pairs)
-    return {
-        "accept_length": round(acceptance.accept_length, 4),
-        "tokens_per_s": round(pair_speed(pairs, "speculative"), 2),
-        "survival": [round(share, 4) for share in acceptance.survival(steps)],
-    }
-
-
 def _difference(pair: Pair) -> dict:
     at = pair.first_difference
     return {
@@ -219,27 +124,3 @@ def _difference(pair: Pair) -> dict:
         "baseline": pair.baseline.output_ids[at : at + 1],
         "speculative": pair.speculative.output_ids[at : at + 1],
     }
-
-
-def _rounded(interval: tuple[float, float] | None) -> list[float] | None:
-    return [round(bound, 3) for bound in interval] if interval else None
-
-
-def _bucket(number: int) -> str:
-    low = _CONTEXTS[number - 1] + 1 if number else 1
-    return f"{low} to {_CONTEXTS[number]}" if number < len(_CONTEXTS) else f"from {low}"
-
-
-def cell_rows(report: dict) -> list[dict]:
-    """The cells as flat rows: reports/benchmark_cells.csv."""
-    return [dict(_flat(row)) for row in report["cells"]]
-
-
-def _flat(row: dict) -> Iterator[tuple[str, object]]:
-    for name, value in row.items():
-        if isinstance(value, dict):
-            yield from ((f"{name}_{part}", of_part) for part, of_part in value.items())
-        elif isinstance(value, list):
-            yield from ((f"{name}_{number}", one) for number, one in enumerate(value, 1))
-        else:
-            yield name, "" if value is None else value

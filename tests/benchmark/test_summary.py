@@ -7,7 +7,8 @@ import pytest
 from tasks.benchmark.arms import Arm
 from tasks.benchmark.measure import Measured
 from tasks.benchmark.partial import Partial
-from tasks.benchmark.summary import cell_rows, compared, headline, prompt_rows, summarise
+from tasks.benchmark.rows import cell_rows, prompt_rows
+from tasks.benchmark.summary import compared, headline, summarise
 from tasks.common.files import read_json
 from tasks.common.params import Params
 from tasks.common.server_plan import ServerPlan
