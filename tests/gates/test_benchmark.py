@@ -1,48 +1,18 @@
-import csv
+"""The gate on a benchmark's pooled figures, prompts, context lengths and settings."""
 
 import pytest
 
-from tasks.common.files import REPORTS, write_json
+from tests.planted_benchmark import SETTINGS, bucket, cell, pooled, write_benchmark
 
-FIELDS = "prompt domain repeat verify_rounds correct_drafts accept_length baseline_tokens_per_s speculative_tokens_per_s speedup first_difference"
+FALLS = "Longer contexts keep 50% of the shortest contexts' acceptance length above 1"
+SETTING = "The figures were measured with the settings of params.yaml"
 
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """`write(speedup=..., parted=3)` writes the reports of a benchmark: two prompts, 100 rounds, 150 correct drafts."""
+    """`write(speedup=..., parted=3)` writes the reports of a benchmark into the current directory."""
     monkeypatch.chdir(tmp_path)
-
-    def write_reports(parted: int | str = "", **changes) -> None:
-        report = {
-            "speculative": {"accept_length": 2.5, "tokens_per_s": 15.0, "verify_rounds": 100, "correct_drafts": 150},
-            "baseline": {"tokens_per_s": 10.0},
-            "speedup": 1.5,
-            "lossless": True,
-            "predicted_accept_length": 2.4,
-            "survival": [0.7, 0.5, 0.3],
-            "by_domain": [{"domain": "chat", "accept_length": 2.5, "speedup": 1.5}],
-            "settings": {
-                "steps": 3,
-                "topk": 1,
-                "draft_tokens": 4,
-                "max_new_tokens": 48,
-                "repeats": 1,
-                "dtype": "float32",
-            },
-        }
-        write_json(REPORTS / "benchmark.json", report | changes)
-        rows = [
-            ["chat-1", "chat", 0, 60, 90, 2.5, 10, 15, 1.5, ""],
-            ["chat-2", "chat", 0, 40, 60, 2.5, 10, 15, 1.5, parted],
-        ]
-        with (REPORTS / "benchmark_prompts.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([FIELDS.split(), *rows])
-
-    return write_reports
-
-
-def speculative(**changes) -> dict:
-    return {"accept_length": 2.5, "tokens_per_s": 15.0, "verify_rounds": 100, "correct_drafts": 150} | changes
+    return write_benchmark
 
 
 def test_a_sound_benchmark_passes(write, judge):
@@ -59,6 +29,7 @@ def test_a_sound_benchmark_passes(write, judge):
         ({"predicted_accept_length": 1.9}, "Served acceptance length is within 25% of the prediction"),
         ({"survival": [0.5, 0.7, 0.3]}, "Survival never rises with the position"),
         ({"survival": [0.7, 0.5, 0.2]}, "Survival over the positions sums to acceptance length - 1"),
+        ({"break_even_accept_length": 0}, "The break-even acceptance length was measured"),
     ],
 )
 def test_a_figure_that_cannot_be_is_named(write, judge, changes, sentence):
@@ -74,14 +45,40 @@ def test_acceptance_below_the_limit_fails(write, judge):
 
 
 def test_acceptance_without_speculation_fails(write, judge):
-    write(speculative=speculative(accept_length=1.0, verify_rounds=0, correct_drafts=0))
+    write(speculative=pooled(accept_length=1.0, verify_rounds=0, correct_drafts=0))
     assert "The server verified drafts" in judge("benchmark").outcome("failed")
 
 
-def test_acceptance_of_another_definition_fails(write, judge):
-    write(speculative=speculative(accept_length=2.6), survival=[0.7, 0.5, 0.4])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speculative": pooled(accept_length=2.6), "survival": [0.7, 0.5, 0.4]},
+        {"cells": [cell(accept_length=2.25, correct_drafts=125, survival=[0.6, 0.4, 0.25])]},
+    ],
+)
+def test_acceptance_of_another_definition_or_measurement_fails(write, judge, changes):
+    write(**changes)
     (sentence,) = judge("benchmark").outcome("failed")
     assert sentence.startswith("Acceptance length is 1 + correct drafts / rounds")
+
+
+def test_the_headline_is_of_our_draft_greedy_at_the_lowest_concurrency_over_every_set(write, judge):
+    counts = {"verify_rounds": 50, "survival": [0.9, 0.8, 0.7]}
+    sets = [
+        cell(set="math", correct_drafts=120, accept_length=3.4, **counts),
+        cell(set="code", correct_drafts=30, accept_length=1.6, verify_rounds=50, survival=[0.3, 0.2, 0.1]),
+    ]
+    elsewhere = [
+        cell(set="math", concurrency=4, accept_length=2.0, correct_drafts=100, survival=[0.5, 0.3, 0.2]),
+        cell(set="all"),
+    ]
+    write(cells=[*sets, *elsewhere], settings={"sets": ["math", "code"], "concurrency": [1, 4]})
+    verdict = judge("benchmark", serve={"max_running_requests": 4}, benchmark=asked(("math", "code"), (1, 4)))
+    assert verdict.error == ""
+
+
+def asked(sets, concurrency=(1,)) -> dict:
+    return {"sets": {name: f"{name}.jsonl" for name in sets}, "concurrency": concurrency}
 
 
 def test_a_gap_to_the_prediction_is_first_a_warning(write, judge):
@@ -89,6 +86,21 @@ def test_a_gap_to_the_prediction_is_first_a_warning(write, judge):
     verdict = judge("benchmark")
     assert verdict.error == ""
     assert verdict.outcome("warned") == ["Served acceptance length is within 10% of the prediction"]
+
+
+def test_where_no_heldout_prompts_were_asked_nothing_is_compared_with_the_prediction_and_the_page_says_so(write, judge):
+    write(predicted_accept_length=None, cells=[cell(set="math")], settings={"sets": ["math"]})
+    verdict = judge("benchmark", benchmark=asked(["math"]))
+    assert verdict.error == ""
+    assert not [sentence for sentence in verdict.findings if "prediction" in sentence]
+    assert "not compared: no held-out prompts were asked" in verdict.page
+
+
+def test_a_server_that_is_slower_is_a_warning(write, judge):
+    write(speedup=0.9, break_even_accept_length=2.8)
+    verdict = judge("benchmark")
+    assert verdict.error == ""
+    assert verdict.outcome("warned") == ["The server is faster with the draft than without"]
 
 
 def test_text_that_differs_names_the_prompt_and_fails_in_float32(write, judge):
@@ -99,19 +111,71 @@ def test_text_that_differs_names_the_prompt_and_fails_in_float32(write, judge):
 
 
 def test_text_that_differs_is_a_warning_in_half_precision(write, judge):
-    settings = {"steps": 3, "topk": 1, "draft_tokens": 4, "max_new_tokens": 48, "repeats": 1, "dtype": "bfloat16"}
-    write(parted=3, lossless=False, settings=settings)
+    write(parted=3, lossless=False, settings={"dtype": "bfloat16"})
     verdict = judge("benchmark", target={"dtype": "bfloat16"})
     assert verdict.error == ""
     assert "The text with the draft is the plain greedy text" in verdict.outcome("warned")
 
 
-def test_figures_measured_with_other_settings_fail(write, judge):
+def test_acceptance_that_falls_with_the_context_warns_and_names_the_bucket(write, judge):
+    write(by_context=[bucket("up to 128", 2.6), bucket("129 to 256", 1.81), bucket("257 to 512", 1.79)])
+    verdict = judge("benchmark")
+    assert verdict.error == ""
+    assert verdict.outcome("warned") == [FALLS]
+    [sample] = verdict.findings[FALLS]["samples"]
+    assert sample["id"] == "257 to 512 tokens"
+    assert "acceptance length 1.79 in 50 rounds, and 2.6 at up to 128 tokens" in sample["found"]
+
+
+@pytest.mark.parametrize(
+    "buckets",
+    [
+        [bucket("up to 128", 2.6), bucket("129 to 256", 1.1, verify_rounds=49)],
+        [bucket("up to 128", 2.6, verify_rounds=49), bucket("129 to 256", 1.1)],
+        [bucket("up to 128", 1.0), bucket("129 to 256", 1.0)],
+    ],
+)
+def test_a_bucket_of_few_rounds_or_without_anything_to_lose_is_not_judged(write, judge, buckets):
+    write(by_context=buckets)
+    assert FALLS not in judge("benchmark").outcome("warned")
+
+
+def test_figures_measured_with_other_settings_fail_and_each_is_named(write, judge):
     write()
-    verdict = judge("benchmark", benchmark={"max_new_tokens": 128})
-    assert verdict.samples("The figures were measured with the settings of params.yaml") == ["max_new_tokens"]
+    other = {
+        "max_new_tokens": 128,
+        "repeats": 5,
+        "concurrency": (1, 2),
+        "temperatures": (0.0, 1.0),
+        "sets": {"math": "math.jsonl"},
+        "drafts": {"theirs": "someone/draft"},
+    }
+    verdict = judge("benchmark", benchmark=other, target={"dtype": "bfloat16"})
+    assert verdict.outcome("failed") == [SETTING]
+    assert verdict.samples(SETTING) == [*other, "dtype"]
 
 
-def test_a_report_of_another_version_is_unreadable(write, judge):
-    write(speculative={"accept_length": 2.5})
+def test_another_draft_length_fails(write, judge):
+    write(settings={"steps": 2, "draft_tokens": 3})
+    assert judge("benchmark").samples(SETTING) == ["steps", "draft_tokens"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"speculative": {"accept_length": 2.5}},
+        {"cells": [{"draft": "speculative"}]},
+        {"by_context": None},
+        {"settings": {"sets": None}},
+    ],
+)
+def test_a_report_of_another_version_is_unreadable(write, judge, changes):
+    write(**changes)
     assert "nothing was judged" in judge("benchmark").error
+    assert "written by another version" in judge("benchmark").error
+
+
+def test_planted_settings_are_those_of_the_default_parameters(params):
+    """Else the tests above would say nothing of what a run asks for."""
+    assert SETTINGS["repeats"] == params.benchmark.repeats
+    assert SETTINGS["concurrency"] == list(params.benchmark.concurrency)

@@ -1,0 +1,205 @@
+"""A benchmark against the last one that was accepted, in a real repository."""
+
+import re
+import subprocess
+
+import pytest
+
+from tasks.common.files import REPORTS, read_json, write_json
+from tasks.common.params import Gates
+from tasks.gates.accepted_benchmark import compare
+from tests.planted_benchmark import cell, pooled, write_benchmark
+
+REPORT = REPORTS / "benchmark.json"
+NO_LOWER = "Acceptance length is at most gates.max_accept_length_drop below that of the accepted report"
+NOTHING = "nothing: no reports/benchmark.json is committed"
+
+
+def git(*arguments: str) -> str:
+    identity = ("-c", "user.name=someone", "-c", "user.email=someone@example.org", "-c", "commit.gpgsign=false")
+    done = subprocess.run(["git", *identity, *arguments], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def accept() -> str:
+    """Commit the report; returns the commit."""
+    git("add", REPORT.as_posix())
+    git("commit", "--message", "a benchmark")
+    return git("log", "-1", "--format=%h")
+
+
+def write(correct: int = 150, **settings) -> None:
+    """A sound report of so many correct drafts in 100 rounds, on one set."""
+    write_sets({"heldout": correct}, **settings)
+
+
+def write_sets(correct: dict[str, int], **settings) -> None:
+    """The same for several sets, of 100 rounds each."""
+    cells = [cell(set=name, **_counts(100, drafts)) for name, drafts in correct.items()]
+    counts = _counts(100 * len(correct), sum(correct.values()))
+    write_benchmark(
+        settings={"sets": list(correct)} | settings,
+        speculative=pooled(**counts),
+        survival=counts["survival"],
+        cells=cells,
+        predicted_accept_length=None,
+    )
+
+
+def _counts(rounds: int, correct: int) -> dict:
+    share = correct / rounds
+    return {
+        "verify_rounds": rounds,
+        "correct_drafts": correct,
+        "accept_length": 1 + share,
+        "survival": [share / 3] * 3,
+    }
+
+
+def held_against(verdict) -> str:
+    return re.search(r"<b[^>]*>([^<]*)</b>\s*<span>held against", verdict.page)[1]
+
+
+@pytest.fixture(autouse=True)
+def repository(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    git("init")
+
+
+def test_a_first_benchmark_is_held_against_nothing(judge):
+    write()
+    verdict = judge("benchmark")
+    assert (verdict.error, held_against(verdict)) == ("", NOTHING)
+
+
+def test_the_page_names_the_report_that_was_compared_with(judge):
+    write()
+    commit = accept()
+    git("commit", "--allow-empty", "--message", "something else")
+    verdict = judge("benchmark")
+    assert (verdict.error, held_against(verdict)) == ("", f"commit {commit}, acceptance length 2.5")
+    assert NO_LOWER in verdict.page
+
+
+def test_a_fall_beyond_the_limit_fails_with_both_figures_and_how_to_accept_it(judge):
+    write(correct=150)
+    accept()
+    write(correct=137)  # 2.37 of 2.5: 5.2 % less
+    verdict = judge("benchmark")
+    assert verdict.outcome("failed") == [NO_LOWER]
+    assert "all questions: drop 0.052; 2.37, was 2.5" in verdict.error
+    assert "accept it: `git add reports/benchmark.json`, `git commit`, `dvc repro`" in verdict.error
+    assert "measured against nothing: `git rm --cached reports/benchmark.json`" in verdict.error
+
+
+def test_a_fall_within_the_limit_passes_and_the_limit_is_the_parameters(judge):
+    write(correct=150)
+    accept()
+    write(correct=138)  # 2.38 of 2.5: 4.8 % less
+    assert judge("benchmark").error == ""
+    assert judge("benchmark", gates={"max_accept_length_drop": 0.04}).outcome("failed") == [NO_LOWER]
+
+
+def test_a_rise_passes(judge):
+    write(correct=100)
+    accept()
+    write(correct=150)
+    assert judge("benchmark").error == ""
+
+
+def test_a_set_that_falls_is_named_though_all_together_do_not(judge):
+    sets = ("code", "math")
+    write_sets({"code": 100, "math": 200})
+    accept()
+    write_sets({"code": 85, "math": 215})
+    verdict = judge("benchmark", benchmark={"sets": {name: f"{name}.jsonl" for name in sets}})
+    assert verdict.outcome("failed") == [NO_LOWER]
+    assert verdict.samples(NO_LOWER) == ["code"]
+
+
+def test_a_lower_report_that_is_committed_is_the_new_measure(judge):
+    write(correct=150)
+    accept()
+    write(correct=100)
+    assert judge("benchmark").outcome("failed") == [NO_LOWER]
+    git("add", REPORT.as_posix())
+    assert judge("benchmark").outcome("failed") == [NO_LOWER]  # staged is not committed
+    commit = accept()
+    verdict = judge("benchmark")
+    assert (verdict.error, held_against(verdict)) == ("", f"commit {commit}, acceptance length 2")
+
+
+def test_a_report_that_is_forgotten_is_no_measure(judge):
+    write(correct=150)
+    accept()
+    write(correct=100)
+    git("rm", "--cached", REPORT.as_posix())
+    git("commit", "--message", "another model")
+    verdict = judge("benchmark")
+    assert (verdict.error, held_against(verdict)) == ("", NOTHING)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"steps": 5}, "has steps 5"),
+        ({"topk": 2}, "has topk 2"),
+        ({"draft_tokens": 8}, "has draft_tokens 8"),
+        ({"max_new_tokens": 256}, "has max_new_tokens 256"),
+        ({"dtype": "bfloat16"}, "has dtype bfloat16"),
+        ({"temperature": 1.0}, "has temperature 1.0"),
+        ({"prompts": 80}, "has prompts 80"),
+        ({"sets": ["math", "code"]}, "has sets code, math"),
+    ],
+)
+def test_an_acceptance_length_of_other_settings_is_not_compared(settings, said):
+    write(correct=290, **settings)
+    commit = accept()
+    write(correct=100)
+    compared = compare(read_json(REPORT), Gates())
+    assert (compared.against, compared.table) == (f"nothing: commit {commit} {said}", None)
+
+
+def test_that_it_was_not_compared_stands_on_the_page(judge):
+    write(correct=290, steps=5)
+    commit = accept()
+    write(correct=100)
+    verdict = judge("benchmark")
+    assert (verdict.error, held_against(verdict)) == ("", f"nothing: commit {commit} has steps 5")
+
+
+def test_a_report_of_another_version_is_no_measure():
+    for report in ([], {"speculative": {"accept_length": 2.9}}, {"settings": None, "cells": []}):
+        write_json(REPORT, report)
+        accept()
+        write()
+        against = compare(read_json(REPORT), Gates()).against
+        assert against == "nothing: the reports/benchmark.json committed is of another version"
+
+
+def test_what_later_stages_read_says_nothing_of_git_while_the_gate_passes(judge):
+    write()
+    before = judge("benchmark").report
+    accept()
+    assert judge("benchmark").report == before
+
+
+def test_without_git_there_is_nothing_to_compare_with(judge, monkeypatch, tmp_path):
+    write(correct=150)
+    accept()
+    write(correct=100)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    verdict = judge("benchmark")
+    assert (verdict.error, held_against(verdict)) == ("", NOTHING)
+
+
+def test_a_run_in_a_folder_of_a_larger_repository_has_a_report_of_its_own(judge, monkeypatch, tmp_path):
+    write(correct=290)
+    accept()
+    (tmp_path / "drafts").mkdir()
+    monkeypatch.chdir(tmp_path / "drafts")
+    write(correct=150)
+    assert held_against(judge("benchmark")) == NOTHING
+    commit = accept()
+    assert read_json(REPORT)["speculative"]["accept_length"] == 2.5
+    assert held_against(judge("benchmark")) == f"commit {commit}, acceptance length 2.5"

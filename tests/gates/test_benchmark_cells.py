@@ -1,0 +1,78 @@
+"""The gate on the cells of a benchmark: ours fail it, other people's drafts warn."""
+
+import pytest
+
+from tests.planted_benchmark import cell, write_benchmark
+
+ROUNDS = "The server verified drafts in every cell"
+DEFINITION = "Every cell's acceptance length is 1 + correct drafts / rounds, and its survival sums to it"
+TOO_FAST = "No cell's speed-up is above its acceptance length"
+PASSES = "Every cell was measured in at least 3 passes"
+SPREAD = "Every cell's median speeds are within their spread"
+SLOWER = "The server is faster with the draft than without in every cell"
+ALL_SAME, MOSTLY_SAME = (
+    "All greedy answers of every cell are the plain server's",
+    "At least 90% of greedy answers of every cell are the plain server's",
+)
+BROKEN = [
+    (ROUNDS, {"verify_rounds": 0, "correct_drafts": 0, "accept_length": 1.0, "survival": [0, 0, 0]}),
+    (DEFINITION, {"accept_length": 2.6, "survival": [0.7, 0.6, 0.3]}),
+    (DEFINITION, {"survival": [0.7, 0.5, 0.2]}),
+    (TOO_FAST, {"speedup": 2.7}),
+    (PASSES, {"repeats": 2}),
+    (SPREAD, {"tokens_per_s": {"median": 15.0, "min": 15.1, "max": 16.0}}),
+    (SPREAD, {"baseline_tokens_per_s": {"median": 10.0, "min": 9.0, "max": 9.9}}),
+    (MOSTLY_SAME, {"agreement": 0.89}),
+]
+
+
+@pytest.fixture
+def judge_cells(tmp_path, monkeypatch, judge):
+    """`judge_cells(cell(...), ...)`: the verdict on a sound benchmark with these cells beside its own."""
+    monkeypatch.chdir(tmp_path)
+
+    def judged(*cells: dict, **sections):
+        others = {one["draft"]: "someone/draft" for one in cells} | sections.pop("drafts", {})
+        others.pop("speculative", None)
+        dtype = sections.get("target", {}).get("dtype", "float32")
+        write_benchmark(cells=[cell(), *cells], settings={"dtype": dtype})
+        return judge("benchmark", benchmark={"drafts": others}, **sections)
+
+    return judged
+
+
+def test_cells_of_ours_that_cannot_be_fail_and_are_named(judge_cells):
+    verdict = judge_cells(*(cell(concurrency=2 + n, **changes) for n, (_, changes) in enumerate(BROKEN)))
+    assert set(verdict.outcome("failed")) == {sentence for sentence, _ in BROKEN}
+    for number, (sentence, _) in enumerate(BROKEN):
+        assert f"heldout, {2 + number} at once, temperature 0" in verdict.samples(sentence)
+        assert "heldout, 1 at once, temperature 0" not in verdict.samples(sentence)
+
+
+def test_cells_of_others_drafts_only_warn_and_name_the_draft(judge_cells):
+    verdict = judge_cells(*(cell(draft=f"theirs-{n}", **changes) for n, (_, changes) in enumerate(BROKEN)))
+    assert verdict.error == ""
+    [table] = [table for table in verdict.report["tables"] if table["name"] == "cells of other drafts"]
+    findings = {finding["sentence"]: finding for finding in table["findings"]}
+    for number, (sentence, _) in enumerate(BROKEN):
+        assert findings[sentence]["outcome"] == "warned"
+        named = [sample["id"] for sample in findings[sentence]["samples"]]
+        assert f"theirs-{number}: heldout, 1 at once, temperature 0" in named
+
+
+def test_a_cell_that_is_slower_warns_with_what_it_would_have_needed(judge_cells):
+    verdict = judge_cells(cell(concurrency=4, speedup=0.8, break_even_accept_length=3.1))
+    assert verdict.error == ""
+    assert verdict.outcome("warned") == [SLOWER]
+    assert "acceptance length 2.5, break-even 3.1" in verdict.findings[SLOWER]["samples"][0]["found"]
+
+
+def test_a_few_answers_that_differ_among_many_at_once_are_a_warning(judge_cells):
+    verdict = judge_cells(cell(concurrency=4, agreement=0.95))
+    assert verdict.error == ""
+    assert verdict.outcome("warned") == [ALL_SAME]
+
+
+def test_at_a_temperature_and_in_half_precision_answers_may_differ(judge_cells):
+    assert judge_cells(cell(temperature=1.0, agreement=None)).outcome("warned") == []
+    assert judge_cells(cell(concurrency=4, agreement=0.5), target={"dtype": "bfloat16"}).outcome("warned") == []

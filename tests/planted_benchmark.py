@@ -1,0 +1,83 @@
+"""The reports of a benchmark with planted figures: two prompts, 100 rounds, 150 correct drafts, one draft on one set."""
+
+import csv
+from typing import Any
+
+from tasks.common.files import REPORTS, write_json
+
+_FIELDS = "prompt domain repeat verify_rounds correct_drafts accept_length baseline_tokens_per_s speculative_tokens_per_s speedup first_difference"
+SETTINGS = {
+    "version": "0.5.23",
+    "steps": 3,
+    "topk": 1,
+    "draft_tokens": 4,
+    "temperature": 0.0,
+    "prompts": 2,
+    "sets": ["heldout"],
+    "max_new_tokens": 48,
+    "repeats": 3,
+    "concurrency": [1],
+    "temperatures": [0.0],
+    "dtype": "float32",
+}
+
+
+def cell(**changes: Any) -> dict[str, Any]:
+    """One draft on one set at one load."""
+    return {
+        "draft": "speculative",
+        "set": "heldout",
+        "concurrency": 1,
+        "temperature": 0.0,
+        "repeats": 3,
+        "accept_length": 2.5,
+        "survival": [0.7, 0.5, 0.3],
+        "verify_rounds": 100,
+        "correct_drafts": 150,
+        "tokens_per_s": {"median": 15.0, "min": 14.0, "max": 16.0},
+        "baseline_tokens_per_s": {"median": 10.0, "min": 9.5, "max": 10.5},
+        "speedup": 1.5,
+        "break_even_accept_length": 1.67,
+        "agreement": 1.0,
+    } | changes
+
+
+def pooled(**changes: Any) -> dict[str, Any]:
+    """The headline's counts."""
+    return {"accept_length": 2.5, "tokens_per_s": 15.0, "verify_rounds": 100, "correct_drafts": 150} | changes
+
+
+def bucket(tokens: str, accept_length: float, verify_rounds: int = 50) -> dict[str, Any]:
+    """A row of by_context."""
+    return {"tokens": tokens, "answers": 2, "verify_rounds": verify_rounds, "accept_length": accept_length}
+
+
+def write_benchmark(parted: int | str = "", settings: dict[str, Any] | None = None, **changes: Any) -> None:
+    """Write reports/benchmark.json and benchmark_prompts.csv.
+
+    Args:
+        parted: token at which the second prompt's answers part.
+        settings, changes: what is other than in a sound report.
+    """
+    report = {
+        "speculative": pooled(),
+        "baseline": {"tokens_per_s": 10.0},
+        "speedup": 1.5,
+        "break_even_accept_length": 1.67,
+        "lossless": True,
+        "predicted_accept_length": 2.4,
+        "survival": [0.7, 0.5, 0.3],
+        "by_domain": [{"domain": "chat", "accept_length": 2.5, "speedup": 1.5}],
+        "by_context": [bucket("up to 128", 2.6), bucket("129 to 256", 2.4)],
+        "cells": [cell()],
+        "settings": SETTINGS | (settings or {}),
+    } | changes
+    write_json(REPORTS / "benchmark.json", report)
+    counts = pooled() | report["speculative"]
+    halves = [(n // 2, n - n // 2) for n in (counts["verify_rounds"], counts["correct_drafts"])]
+    rows = [
+        [f"chat-{number}", "chat", 0, rounds, correct, 2.5, 10, 15, 1.5, at]
+        for number, (rounds, correct, at) in enumerate(zip(*halves, ("", parted), strict=True), 1)
+    ]
+    with (REPORTS / "benchmark_prompts.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([_FIELDS.split(), *rows])
