@@ -34,6 +34,13 @@ def test_what_speculation_itself_changes_may_differ():
     require(DRAFTED)
 
 
+def test_what_sglang_takes_from_a_server_that_speculates_the_plain_one_keeps():
+    plain, drafted = PLAIN | {"disable_overlap_schedule": False}, DRAFTED | {"disable_overlap_schedule": True}
+    require(drafted, plain=plain)
+    with pytest.raises(DraftlineError, match="disable_overlap_schedule is True and False"):
+        require(DRAFTED | {"disable_overlap_schedule": False}, plain=PLAIN | {"disable_overlap_schedule": True})
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
