@@ -1,12 +1,16 @@
 """What a pipeline run is judged by, on its parent run: read from the reports, so cached stages count too.
 
 Scalars                           `predicted_accept_length`, `accept_length`, `speedup`, `lossless` (0 or 1),
-                                  `tokens_per_s/speculative`, `tokens_per_s/baseline`
+                                  `tokens_per_s/speculative`, `tokens_per_s/baseline`, at the lowest concurrency
 `accept_length/<bench>`           at step = draft tokens a round
 `accept_rate_by_position/<bench>` at step = position, 1 the first draft token: share of rounds in which that
                                   token was accepted (survival)
+`speedup/<set>`                   at step = requests at once
+`tokens_per_s/<set>/speculative`  at step = requests at once, of all together; the same with `baseline`
 
-<bench> is a domain of the held-out prompts, or `all`. Acceptance length as in the contract, section 4.
+<bench> is a set of the benchmark, a domain of its prompts, or `all`. Acceptance length as in the contract, section 4. All
+is greedy. Of a draft that was measured beside the run's own the series start with `<draft>/`, and its tokens per second
+are `tokens_per_s/<set>/<draft>`.
 """
 
 import time
@@ -19,13 +23,20 @@ from tasks.common.files import REPORTS, read_json
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+_OWN = "speculative"
+
 
 class Point(NamedTuple):
-    """One value of a metric."""
+    """One value of a metric.
+
+    Attributes:
+        of_draft: said of the exported draft's weights, whatever machine serves them.
+    """
 
     name: str
     value: float
     step: int = 0
+    of_draft: bool = False
 
 
 def headline(stages: Iterable[str]) -> list[Point]:
@@ -49,14 +60,13 @@ def log_headline(client: "MlflowClient", run_id: str, stages: Iterable[str]) -> 
     points = headline(stages)
     if not points:
         return
-    served = {point.name for point in points if point.name.startswith("accept_length")}
-    model_id = _draft_model(client, run_id) if served else None
+    model_id = _draft_model(client, run_id) if any(point.of_draft for point in points) else None
     if model_id:
         client.log_outputs(run_id, [LoggedModelOutput(model_id, step=0)])
     now = int(time.time() * 1000)
     client.log_batch(
         run_id,
-        metrics=[Metric(p.name, p.value, now, p.step, model_id=model_id if p.name in served else None) for p in points],
+        metrics=[Metric(p.name, p.value, now, p.step, model_id=model_id if p.of_draft else None) for p in points],
     )
 
 
@@ -66,20 +76,64 @@ def _predicted(report: dict[str, Any]) -> list[Point]:
 
 def _served(report: dict[str, Any]) -> list[Point]:
     speculative, draft_tokens = report["speculative"], report["settings"]["draft_tokens"]
-    benches = [{"domain": "all", **speculative}, *report["by_domain"]]
     return [
-        Point("accept_length", speculative["accept_length"]),
+        Point("accept_length", speculative["accept_length"], of_draft=True),
         Point("speedup", report["speedup"]),
         Point("lossless", float(report["lossless"])),
         Point("tokens_per_s/speculative", speculative["tokens_per_s"]),
         Point("tokens_per_s/baseline", report["baseline"]["tokens_per_s"]),
-        *(Point(f"accept_length/{bench['domain']}", bench["accept_length"], draft_tokens) for bench in benches),
         *(
-            Point(f"accept_rate_by_position/{bench['domain']}", rate, position)
-            for bench in benches
-            for position, rate in enumerate(bench.get("survival", []), 1)
+            Point(f"accept_length/{bench}", of_bench["accept_length"], draft_tokens, of_draft=True)
+            for bench, of_bench in _benches(report).items()
         ),
+        *_survival("", _benches(report)),
+        *_by_concurrency(report),
+        *(point for draft in report["drafts"] if draft != _OWN for point in _foreign(report, draft)),
     ]
+
+
+def _benches(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """What was measured with the run's own draft, each name once: a set by path is a domain as well."""
+    domains = {row["domain"]: row for row in report["by_domain"]}
+    return domains | _sets(report, _OWN) | {"all": report["speculative"]}
+
+
+def _sets(report: dict[str, Any], draft: str) -> dict[str, dict[str, Any]]:
+    """A draft's greedy cells at the lowest concurrency, by set."""
+    lowest = min(cell["concurrency"] for cell in report["cells"])
+    return {cell["set"]: cell for cell in _greedy(report) if (cell["draft"], cell["concurrency"]) == (draft, lowest)}
+
+
+def _greedy(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [cell for cell in report["cells"] if cell["temperature"] == 0]
+
+
+def _survival(prefix: str, benches: dict[str, dict[str, Any]]) -> list[Point]:
+    return [
+        Point(f"{prefix}accept_rate_by_position/{bench}", rate, position)
+        for bench, of_bench in benches.items()
+        for position, rate in enumerate(of_bench["survival"], 1)
+    ]
+
+
+def _by_concurrency(report: dict[str, Any]) -> list[Point]:
+    points = []
+    for cell in _greedy(report):
+        draft, of_set, at = cell["draft"], cell["set"], cell["concurrency"]
+        prefix = "" if draft == _OWN else f"{draft}/"
+        points.append(Point(f"{prefix}speedup/{of_set}", cell["speedup"], at))
+        points.append(Point(f"tokens_per_s/{of_set}/{draft}", cell["tokens_per_s"]["median"], at))
+        if draft == _OWN:
+            points.append(Point(f"tokens_per_s/{of_set}/baseline", cell["baseline_tokens_per_s"]["median"], at))
+    return points
+
+
+def _foreign(report: dict[str, Any], draft: str) -> list[Point]:
+    sets, draft_tokens = _sets(report, draft), report["drafts"][draft]["draft_tokens"]
+    lengths = [
+        Point(f"{draft}/accept_length/{name}", cell["accept_length"], draft_tokens) for name, cell in sets.items()
+    ]
+    return [*lengths, *_survival(f"{draft}/", sets)]
 
 
 def _draft_model(client: "MlflowClient", run_id: str) -> str | None:

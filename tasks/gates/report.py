@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.common.files import REPORTS, write_atomically, write_json
+from tasks.common.page import render_page
 from tasks.gates.suite import GUARD, Finding, Judgement, Table, show
 
 GATES = REPORTS / "gates"
@@ -132,11 +133,9 @@ def write_report(report: Report) -> Path:
 
 def render(report: Report) -> str:
     """The page: no script, no font, no picture from elsewhere."""
-    from jinja2 import Environment
-
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
-    environment.filters["show"] = show
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    return render_page(
+        _TEMPLATE,
+        show=show,
         report=report,
         words=_WORDS,
         guard=GUARD,

@@ -37,6 +37,23 @@ stages:
   dump_hidden_states: {outs: [{path: artifacts/hidden_states, hash: md5, md5: 0123456789abcdef0123456789abcdef.dir}]}
   export_draft: {outs: [{path: artifacts/export, hash: md5, md5: fedcba9876543210fedcba9876543210.dir}]}
 """
+
+
+def cell(draft: str, concurrency: int, speedup: float, temperature: float = 0.0) -> dict:
+    """A row of the benchmark's table."""
+    return {
+        "draft": draft,
+        "set": "heldout",
+        "concurrency": concurrency,
+        "temperature": temperature,
+        "accept_length": 2.5,
+        "survival": [0.8, 0.5, 0.2],
+        "speedup": speedup,
+        "tokens_per_s": {"median": 10 * concurrency * speedup},
+        "baseline_tokens_per_s": {"median": 10 * concurrency},
+    }
+
+
 BENCHMARK = {
     "speculative": {"accept_length": 2.5, "tokens_per_s": 15.0, "survival": [0.8, 0.5, 0.2]},
     "baseline": {"tokens_per_s": 10.0},
@@ -44,6 +61,13 @@ BENCHMARK = {
     "lossless": True,
     "settings": {"draft_tokens": 4},
     "by_domain": [{"domain": "chat", "accept_length": 2.25, "survival": [0.7, 0.4, 0.15]}],
+    "cells": [
+        cell("speculative", 1, 1.5),
+        cell("speculative", 8, 1.25),
+        cell("speculative", 1, 1.125, temperature=1.0),
+        cell("theirs", 1, 0.5),
+    ],
+    "drafts": {"speculative": {"draft_tokens": 4}, "theirs": {"draft_tokens": 6}},
 }
 
 
@@ -174,17 +198,39 @@ def test_the_parent_has_the_headline_of_the_stages_that_ran(client, params, monk
     assert (parent.data.metrics["tokens_per_s/speculative"], parent.data.metrics["tokens_per_s/baseline"]) == (15, 10)
 
 
-def test_accept_length_is_charted_by_draft_tokens_and_survival_by_position(client, params):
-    pipeline = PipelineRun(params, "amber-fox", {})
-    pipeline.log_headline("benchmark")  # as for a stage that was cached
+@pytest.fixture
+def points(client, params):
+    """Steps and values of a metric on the parent of a run whose benchmark was cached."""
+    PipelineRun(params, "amber-fox", {}).log_headline("benchmark")
     parent = runs(client)["amber-fox"].info.run_id
+    return lambda name: [(point.step, point.value) for point in client.get_metric_history(parent, name)]
 
-    def points(name: str):
-        return [(point.step, point.value) for point in client.get_metric_history(parent, name)]
 
-    assert points("accept_length/all") == [(4, 2.5)]
+def test_accept_length_is_charted_by_draft_tokens_and_survival_by_position(points):
+    assert points("accept_length/all") == points("accept_length/heldout") == [(4, 2.5)]
     assert points("accept_length/chat") == [(4, 2.25)]
     assert points("accept_rate_by_position/chat") == [(1, 0.7), (2, 0.4), (3, 0.15)]
+
+
+def test_greedy_speed_is_charted_by_requests_at_once(points):
+    assert points("speedup/heldout") == [(1, 1.5), (8, 1.25)]
+    assert points("tokens_per_s/heldout/speculative") == [(1, 15), (8, 100)]
+    assert points("tokens_per_s/heldout/baseline") == [(1, 10), (8, 80)]
+
+
+def test_another_draft_has_series_of_its_own(points):
+    assert points("theirs/speedup/heldout") == [(1, 0.5)]
+    assert points("theirs/accept_length/heldout") == [(6, 2.5)]
+    assert points("theirs/accept_rate_by_position/heldout") == [(1, 0.8), (2, 0.5), (3, 0.2)]
+    assert points("tokens_per_s/heldout/theirs") == [(1, 5)]
+
+
+def test_a_set_that_is_a_domain_as_well_is_charted_once(client, params):
+    both = {"domain": "heldout", "accept_length": 2.25, "survival": [0.7, 0.4, 0.15]}
+    Path("reports/benchmark.json").write_text(json.dumps(BENCHMARK | {"by_domain": [both]}))
+    PipelineRun(params, "amber-fox", {}).log_headline("benchmark")
+    history = client.get_metric_history(runs(client)["amber-fox"].info.run_id, "accept_length/heldout")
+    assert [(point.step, point.value) for point in history] == [(4, 2.5)]
 
 
 def test_the_draft_is_an_external_model_with_its_accept_length(client, params):
@@ -192,7 +238,9 @@ def test_the_draft_is_an_external_model_with_its_accept_length(client, params):
         PipelineRun(params, name, {}).log_headline("benchmark")
     (model,) = client.search_logged_models([runs(client)["amber-fox"].info.experiment_id])
     assert model.tags["dvc_md5"] == "fedcba9876543210fedcba9876543210.dir"
-    assert {metric.key: metric.value for metric in model.metrics}["accept_length"] == 2.5
+    said = {metric.key: metric.value for metric in model.metrics}
+    assert said["accept_length"] == 2.5
+    assert set(said) == {"accept_length", "accept_length/all", "accept_length/chat", "accept_length/heldout"}
     assert [output.model_id for output in runs(client)["coral-owl"].outputs.model_outputs] == [model.model_id]
 
 
