@@ -11,10 +11,14 @@ def memory_used_mib() -> dict[int, int]:
     return {int(index): int(used) for index, used in query("--query-gpu=index,memory.used") if used.isdigit()}
 
 
-def processes() -> dict[int, int]:
-    """MiB in use by pid; a container may see none of them, or pids of its host."""
-    rows = query("--query-compute-apps=pid,used_memory")
-    return {int(pid): int(used) for pid, used in rows if pid.isdigit() and used.isdigit()}
+def holders() -> dict[int, dict[int, int]]:
+    """MiB in use by GPU index and pid; a container may see none of them, or pids of its host."""
+    index = {uuid: int(number) for number, uuid in query("--query-gpu=index,uuid")}
+    found: dict[int, dict[int, int]] = {}
+    for uuid, pid, used in query("--query-compute-apps=gpu_uuid,pid,used_memory"):
+        if uuid in index and pid.isdigit() and used.isdigit():
+            found.setdefault(index[uuid], {})[int(pid)] = int(used)
+    return found
 
 
 def physical(indices: Iterable[int]) -> set[int] | None:

@@ -12,14 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from tasks.common import gpu
 from tasks.common.check import require_no_errors
 from tasks.common.errors import DraftlineError
 from tasks.common.live_checks.identity import Listener, check_nonce, check_serves
+from tasks.common.server_gpus import ServerGpus
 from tasks.common.server_log import LogReader, explain
 from tasks.common.server_plan import ServerPlan, process_environment
 from tasks.common.server_session import (
@@ -36,6 +36,7 @@ from tasks.common.server_session import (
     session_processes,
     signals_held,
 )
+from tasks.common.server_watch import HangWatch
 from tasks.common.sglang_client import SGLangClient
 
 # SGLang notices SIGTERM only every 5 s, and a stage must be gone within 5: it gets a moment, then SIGKILL.
@@ -44,14 +45,16 @@ _POLL_S = 0.25
 _HEARTBEAT_S = 10.0
 _DYING_S = 5.0
 _PORT_RELEASE_S = 10.0
-_GPU_RELEASE_S = 15.0
-_GPU_TOLERANCE_MIB = 256
+_EXIT_S = 5.0
+# A request that waits for so long without a sign of the server waits for one that hangs. SGLang itself calls its
+# scheduler unhealthy after 20 s.
+_PATIENCE_S = 100.0
 
 
 class Server(SGLangClient):
     """A client of a server that it starts and stops itself."""
 
-    def __init__(self, plan: ServerPlan, folder: Path = LOGS):
+    def __init__(self, plan: ServerPlan, folder: Path = LOGS, patience_s: float = _PATIENCE_S):
         super().__init__(f"http://127.0.0.1:{plan.port}")
         self.plan = plan
         self.weight_version = f"draftline-{secrets.token_hex(8)}"
@@ -61,8 +64,10 @@ class Server(SGLangClient):
         self._recorded: ServerRecord | None = None
         self._process: subprocess.Popen | None = None
         self._launched_at = 0.0
-        self._gpu_before: dict[int, int] = {}
-        self._gpus: list[int] = []  # those that hold memory of this server
+        self._is_proven = False
+        self._patience_s = patience_s
+        self._watch: HangWatch | None = None
+        self._gpus = ServerGpus(plan)
 
     def __enter__(self) -> "Server":
         try:
@@ -80,7 +85,7 @@ class Server(SGLangClient):
         """Start the process; returns at once.
 
         Raises:
-            DraftlineError: somebody listens on the port.
+            DraftlineError: somebody listens on the port, or a GPU of the plan is not idle.
         """
         for sentence in reap_stale_servers(self._folder):
             _say(sentence)
@@ -94,7 +99,7 @@ class Server(SGLangClient):
                 f"port {self.plan.port} is in use by {owner}. It would answer in place of our server. Stop it, or set "
                 f"serve.port to a free port."
             )
-        self._gpu_before = self._gpu_memory()
+        self._gpus.require_idle()
         self._launched_at = time.monotonic()
         with self._open_log() as log, signals_held():
             self._process = subprocess.Popen(
@@ -106,6 +111,8 @@ class Server(SGLangClient):
                 start_new_session=True,
             )
             self._write_record()
+            self._gpus.started()
+        self._watch = HangWatch(self.url, self._process.pid, self._patience_s)
 
     def _open_log(self) -> BinaryIO:
         try:
@@ -143,8 +150,10 @@ class Server(SGLangClient):
         finally:
             log.close()
         self._write_record()
-        self._gpus = self._held_gpus()
+        self._gpus.ready()
+        self._watch.start()
         self._prove_identity()
+        self._is_proven = True
         _say(f"{self.plan.kind} server: ready on port {self.plan.port} ({time.monotonic() - self._launched_at:.0f} s)")
 
     def stop(self) -> None:
@@ -155,7 +164,9 @@ class Server(SGLangClient):
         """
         if self._process is None:
             return
-        process = self._process
+        process, watch = self._process, self._watch
+        if watch:
+            watch.end()
         try:
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -163,9 +174,13 @@ class Server(SGLangClient):
         finally:
             kill_session(process.pid)
         process.wait()
+        if watch:
+            watch.join()
         self._process = None
         self._record.unlink(missing_ok=True)
-        if not port_is_free(self.plan.port):
+        self._gpus.ended()
+        # One that never had the port has nothing to give back: whoever holds it is why the start failed.
+        if self._is_proven and not port_is_free(self.plan.port):
             owner = describe_process(port_owner(self.plan.port))
             raise DraftlineError(f"port {self.plan.port} is still in use after the server was stopped, by {owner}.")
         self._prove_gpu_memory_is_back()
@@ -177,6 +192,13 @@ class Server(SGLangClient):
         """
         if self._process is None or self._process.poll() is not None:
             raise DraftlineError(f"the {self.plan.kind} server died.{self._diagnosis()}")
+
+    @contextmanager
+    def _explained(self, *args: Any) -> Iterator[None]:
+        """Within the block an answer is waited for: a server that hangs is ended, and the connection with it."""
+        waiting = self._watch.waiting() if self._watch else nullcontext()
+        with super()._explained(*args), waiting:
+            yield
 
     def _prove_identity(self) -> None:
         """A health check may be answered by an old server that still holds the port (failure mode S1)."""
@@ -195,29 +217,7 @@ class Server(SGLangClient):
         require_no_errors([check_serves(self.server_info(), expected, listener)])
 
     def _prove_gpu_memory_is_back(self) -> None:
-        deadline = time.monotonic() + _GPU_RELEASE_S
-        while self._gpus:
-            held = {i: used for i, used in self._gpu_memory().items() if i in self._gpus and self._has_grown(i, used)}
-            if not held:
-                return
-            if time.monotonic() > deadline:
-                raise DraftlineError(
-                    f"GPU memory did not come back after the server was stopped: MiB in use by GPU {held}, before "
-                    f"{self._gpu_before}. Processes that the driver names: {gpu.processes() or 'none'}. Unless another job "
-                    f"has started meanwhile, a process that is left holds it."
-                )
-            time.sleep(_POLL_S)
-
-    def _held_gpus(self) -> list[int]:
-        """Those of the plan's GPUs on which memory has grown: a neighbour's may grow as well."""
-        own = gpu.physical(self.plan.gpus)
-        return [i for i, used in self._gpu_memory().items() if self._has_grown(i, used) and (own is None or i in own)]
-
-    def _gpu_memory(self) -> dict[int, int]:
-        return gpu.memory_used_mib() if self.plan.device.startswith("cuda") else {}
-
-    def _has_grown(self, index: int, used: int) -> bool:
-        return used > self._gpu_before.get(index, 0) + _GPU_TOLERANCE_MIB
+        self._gpus.prove_given_back()
 
     def _session(self) -> tuple[Process, ...]:
         return session_processes(self._process.pid) if self._process else ()
@@ -230,10 +230,21 @@ class Server(SGLangClient):
             self._recorded = record
 
     def _diagnosis(self) -> str:
-        exit_code = self._process.poll() if self._process else None
+        exit_code, verdict = self._exit_code(), self._watch.verdict if self._watch else ""
         log = self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
-        state = "it still runs" if exit_code is None else f"exit code {exit_code}"
-        return f"\n{self.log} ({state}):\n{explain(log, exit_code)}"
+        running = "it still runs" if self._process else "stopped"
+        state = running if exit_code is None else f"exit code {exit_code}"
+        why = f"\n{verdict}" if verdict else ""
+        return f"{why}\n{self.log} ({state}):\n{explain(log, None if verdict else exit_code)}"
+
+    def _exit_code(self) -> int | None:
+        """None while it runs. One that has just let go of its port is given the moment that it takes to end."""
+        deadline = time.monotonic() + (_EXIT_S if self._is_proven else 0)
+        while self._process and (exit_code := self._process.poll()) is None:
+            if not port_is_free(self.plan.port) or time.monotonic() > deadline:
+                return None
+            time.sleep(0.05)
+        return exit_code if self._process else None
 
 
 @contextmanager

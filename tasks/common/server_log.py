@@ -7,7 +7,7 @@ _PHASES = (
     (re.compile(r"The server is fired up"), "ready"),
     (re.compile(r"Uvicorn running on"), "warming up"),
     (re.compile(r"[Cc]apture .*graph"), "capturing CUDA graphs"),
-    (re.compile(r"KV Cache is allocated|Memory pool end"), "allocating the KV cache"),
+    (re.compile(r"KV Cache (is allocated|VA upper bound)|Memory pool end"), "allocating the KV cache"),
     (re.compile(r"Load weight (begin|end)"), "loading weights"),
     (re.compile(r"Init (torch distributed|parallel) begin"), "starting the scheduler"),
     (re.compile(r"server_args="), "importing SGLang in the scheduler"),
@@ -15,17 +15,26 @@ _PHASES = (
 FIRST_PHASE = "importing SGLang"
 # A traceback alone is no sign: SGLang logs some and lives on.
 _FATAL = re.compile(
-    r"Scheduler hit an exception|DataParallelController hit an exception|[Rr]eceived sigquit|SIGQUIT received|"
-    r"Initialization failed|Rank \d+ scheduler (is dead|died)|address already in use|Killing the server"
+    r"(Scheduler|DataParallelController|TokenizerManager|DetokenizerManager) hit an exception|[Rr]eceived sigquit|"
+    r"SIGQUIT received|Initialization failed|Rank \d+ scheduler (is dead|died)|Subprocess \S+ \(pid=\d+\) crashed|"
+    r"watchdog timeout \(.*soft=False|address already in use|Killing the server"
 )
+# First match wins.
 _HINTS = (
     (
-        r"out of memory|OutOfMemoryError|Not enough memory|bad_alloc|Cannot allocate memory",
+        r"try to increase --mem-fraction-static",
+        "Weights and what else lies on the GPU leave no room for the KV cache. Raise serve.mem_fraction_static, or see what "
+        "else holds memory (`nvidia-smi`).",
+    ),
+    (
+        r"out of memory|OutOfMemoryError|Not enough memory|bad_alloc|[Cc]an(no|')t allocate memory",
         "It ran out of memory. Lower serve.mem_fraction_static, serve.max_total_tokens or serve.max_running_requests, and "
         "see what else holds memory (`nvidia-smi`, `free -g`).",
     ),
     (
-        r"architectures? .*(not supported|are not supported)|set_eagle3_layers_to_capture|does not support EAGLE3?",
+        r"architectures? .*(not supported|failed to be inspected)|does not recognize this architecture|"
+        r"Cannot find model module|has no SGlang implementation and|"
+        r"set_eagle3_layers_to_capture|does not support EAGLE3?",
         "This SGLang does not serve the target's architecture, or cannot capture aux states from it.",
     ),
     (
@@ -33,14 +42,51 @@ _HINTS = (
         "Another process took the port between the check and the start. Set serve.port to a free one.",
     ),
     (
+        r"at \d+ is not available in|Port is already in use",
+        "One of the further ports that SGLang takes for itself is in use. Start again, or set serve.port to another.",
+    ),
+    (
+        r"undefined symbol|common_ops library|cannot open shared object file",
+        "A compiled package was built for another torch or CUDA than is installed. Install torch, sglang-kernel and "
+        "flashinfer in the versions that this SGLang pins.",
+    ),
+    (
+        r"driver on your system is too old|driver version is insufficient|unsupported toolchain",
+        "The GPU's driver is older than the CUDA that torch was built for. Update it, or install the torch of an older CUDA "
+        "(`nvidia-smi` says up to which).",
+    ),
+    (
+        r"Torch not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available|No accelerator",
+        "torch sees no GPU. Install a torch that was built for CUDA (not +cpu), see that `nvidia-smi` and "
+        "CUDA_VISIBLE_DEVICES name one, or set target.device: cpu.",
+    ),
+    (
+        r"no kernel image|minimum required version",
+        "The kernels that are installed are too old for this SGLang, or were not built for this GPU. Install torch, "
+        "sglang-kernel and flashinfer in the versions that this SGLang pins.",
+    ),
+    (
         r"No module named '?(sgl_kernel|sglang_kernel|torchvision|flashinfer)|sgl_kernel'? object has no attribute|"
-        r"operator (sgl_kernel|torchvision)::|no kernel image",
+        r"operator (sgl_kernel|torchvision)::",
         "A kernel is missing. On a CPU, infra/sglang_cpu must be first on PYTHONPATH (the plan sees to it; the operator "
         "named may not be written yet). On a GPU, install the sglang-kernel wheel that this SGLang pins.",
     ),
     (r"AttributeError.*draft_vocab_size", "The draft's config.json lacks draft_vocab_size. Export it again."),
+    (
+        r"SafetensorError",
+        "A file of weights is cut short or damaged. Make it again: `dvc repro --force prepare_target`, or `export_draft` for "
+        "the draft.",
+    ),
+    (
+        r"crashed with exit code -9|exit code: -9\b",
+        "One of its processes was killed (signal 9): most likely by the kernel, for memory. See `dmesg`.",
+    ),
+    (
+        r"watchdog timeout",
+        "It hung, and SGLang's own watchdog ended it. The stacks that it left in the log say where.",
+    ),
 )
-_EXCEPTION = re.compile(r"^(\[[^\]]*\] )?[\w.]*(Error|Exception|Interrupt)\b.*")
+_EXCEPTION = re.compile(r"^(- |\[[^\]]*\] )?[\w.]*(Error|Exception|Interrupt)\b.*")
 
 
 class LogReader:

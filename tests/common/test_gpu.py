@@ -7,13 +7,15 @@ from tasks.common import gpu
 
 @pytest.fixture
 def driver(tmp_path, monkeypatch):
-    """`driver(query, lines)`: an nvidia-smi that answers this query with these lines."""
+    """`driver(query, lines)`: an nvidia-smi that answers this query with these lines, and those of earlier calls."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    cases = []
 
     def install(query: str, *lines: str) -> None:
         script = tmp_path / "nvidia-smi"
         answers = "\n".join(f"echo '{line}'" for line in lines)
-        script.write_text(f'#!/bin/sh\ncase "$1" in --query-{query}) {answers or ":"} ;; *) exit 2 ;; esac\n')
+        cases.append(f"--query-{query}) {answers or ':'} ;;")
+        script.write_text(f'#!/bin/sh\ncase "$1" in {" ".join(cases)} *) exit 2 ;; esac\n')
         script.chmod(0o755)
 
     return install
@@ -29,15 +31,17 @@ def test_gpus_whose_memory_the_driver_hides_are_left_out(driver):
     assert gpu.memory_used_mib() == {1: 71234}
 
 
-def test_processes_whose_memory_the_driver_hides_are_left_out(driver):
-    driver("compute-apps=pid,used_memory", "812, 512", "813, [N/A]", "[N/A], 64")
-    assert gpu.processes() == {812: 512}
+def test_processes_are_named_by_gpu_without_those_whose_memory_the_driver_hides(driver):
+    driver("gpu=index,uuid", "0, GPU-ab", "1, GPU-cd")
+    rows = ("GPU-cd, 812, 512", "GPU-ab, 812, 64", "GPU-cd, 813, [N/A]", "GPU-cd, [N/A], 64", "GPU-ef, 814, 64")
+    driver("compute-apps=gpu_uuid,pid,used_memory", *rows)
+    assert gpu.holders() == {1: {812: 512}, 0: {812: 64}}
 
 
 def test_a_machine_without_the_driver_has_no_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu.memory_used_mib() == {}
-    assert gpu.processes() == {}
+    assert gpu.holders() == {}
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 
 from tasks.common.errors import DraftlineError
 from tasks.common.server import Server
-from tasks.common.server_log import explain
-from tasks.common.server_plan import ServerPlan, flag
+from tasks.common.server_gpus import ServerGpus
+from tasks.common.server_plan import ServerPlan
 from tasks.common.server_session import Process, ServerRecord, reap_stale_servers, record_path, session_processes
 from tests.flows.processes import until
 from tests.ports import free_port_pair
@@ -23,15 +23,17 @@ from tests.ports import free_port_pair
 
 @dataclass(frozen=True)
 class ScriptPlan(ServerPlan):
-    """A plan that starts a Python script."""
+    """A plan that starts a Python script, with its port and its weight version for arguments."""
 
     script: str = ""
 
     def command(self, weight_version: str) -> list[str]:
-        return [sys.executable, "-c", self.script]
+        return [sys.executable, "-c", self.script, str(self.port), weight_version]
 
 
-def scripted(script: str, folder: Path, timeout_s: int = 30, port: int | None = None) -> Server:
+def scripted(
+    script: str, folder: Path, timeout_s: int = 30, port: int | None = None, patience_s: float = 100
+) -> Server:
     plan = ScriptPlan(
         "baseline",
         port or free_port_pair(),
@@ -45,7 +47,7 @@ def scripted(script: str, folder: Path, timeout_s: int = 30, port: int | None = 
         environment=(),
         script=script,
     )
-    return Server(plan, folder)
+    return Server(plan, folder, patience_s)
 
 
 def stubborn(ready: Path) -> str:
@@ -56,6 +58,35 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
 pathlib.Path({str(ready)!r}).touch()
 time.sleep(60)
+"""
+
+
+def answers(deed: str) -> str:
+    """A script that passes for our server, and at the second question, which is no longer about its identity, does this."""
+    return f"""
+import json, os, signal, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+port, weight_version = int(sys.argv[1]), sys.argv[2]
+meta = {{"finish_reason": {{"type": "length"}}, "prompt_tokens": 1, "cached_tokens": 0, "weight_version": weight_version}}
+info = {{"model_path": "target", "speculative_algorithm": None, "speculative_draft_model_path": None, "dtype": "float32"}}
+asked = []
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(info)
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        asked.append(self.path)
+        if len(asked) > 1:
+            {deed}
+        self.answer({{"output_ids": [1], "text": "", "meta_info": meta}})
+    def answer(self, what):
+        body = json.dumps(what).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+ThreadingHTTPServer(("127.0.0.1", port), Answers).serve_forever()
 """
 
 
@@ -190,26 +221,6 @@ def stranger():
     httpd.server_close()
 
 
-def test_gpu_memory_that_does_not_come_back_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr("tasks.common.server._GPU_RELEASE_S", 0.1)
-    monkeypatch.setattr("tasks.common.gpu.query", lambda what: [["0", "4"], ["1", "9000"]] if "index" in what else [])
-    server = scripted("", tmp_path)
-    server.plan = replace(server.plan, device="cuda")
-    server._gpu_before, server._gpus = {0: 4, 1: 4}, [0, 1]
-    with pytest.raises(DraftlineError, match=r"did not come back .*\{1: 9000\}, before \{0: 4, 1: 4\}"):
-        server._prove_gpu_memory_is_back()
-
-
-def test_memory_of_a_neighbours_gpu_is_not_this_servers(tmp_path, monkeypatch):
-    """Servers of several ranks start side by side on one host: all GPUs fill up at once."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr("tasks.common.gpu.query", lambda what: [[str(i), "9000"] for i in range(8)])
-    server = scripted("", tmp_path)
-    flags = (flag("--base-gpu-id", "2", reason=""), flag("--tp", "2", reason=""))
-    server.plan, server._gpu_before = replace(server.plan, device="cuda:2", flags=flags), dict.fromkeys(range(8), 4)
-    assert server._held_gpus() == [2, 3]
-
-
 def test_a_start_that_is_killed_leaves_a_record_that_names_it(tmp_path):
     server = scripted("import time; time.sleep(60)", tmp_path)
     server.launch()
@@ -219,34 +230,54 @@ def test_a_start_that_is_killed_leaves_a_record_that_names_it(tmp_path):
     server.stop()
 
 
-@pytest.mark.parametrize(
-    ("log", "exit_code", "hint"),
-    [
-        ("torch.OutOfMemoryError: CUDA out of memory.", 1, "ran out of memory"),
-        ("ModuleNotFoundError: No module named 'sgl_kernel'", 1, "A kernel is missing"),
-        (
-            "OSError: [Errno 98] error while attempting to bind: address already in use",
-            1,
-            "Set serve.port to a free one",
-        ),
-        ("AttributeError: 'LlamaConfig' object has no attribute 'draft_vocab_size'", 1, "lacks draft_vocab_size"),
-        ("Load weight begin.", -9, "most likely by the kernel, for memory"),
-    ],
-)
-def test_known_deaths_come_with_a_hint(log, exit_code, hint):
-    assert hint in explain(log, exit_code)
+def test_a_server_that_dies_in_use_is_told_with_its_exit_code_and_its_log(tmp_path):
+    """It lets go of its port and its connections a little before it is dead."""
+    deed = (
+        "print('OSError: [Errno 28] No space left on device', flush=True); self.server.socket.shutdown(2); "
+        "self.connection.shutdown(2); time.sleep(1); os._exit(3)"
+    )
+    with scripted(answers(deed), tmp_path) as server:
+        with pytest.raises(
+            DraftlineError, match=r"(?s)/generate: no answer: .*\(exit code 3\):\n.*No space left on device"
+        ):
+            server.generate([1], {})
+        with pytest.raises(DraftlineError, match=r"the baseline server died\.\n.*exit code 3"):
+            server.require_alive()
 
 
-def test_model_files_that_cannot_be_imported_explain_nothing():
-    log = "Ignore import error when loading sglang.srt.models.grok: 'sgl_kernel' object has no attribute 'x'\nValueError: y"
-    assert explain(log, 1).strip() == "ValueError: y"
+def test_a_server_that_is_stopped_fails_the_requests_in_flight_with_the_reason(tmp_path):
+    with scripted(answers("os.kill(os.getpid(), signal.SIGSTOP); time.sleep(60)"), tmp_path, patience_s=1) as server:
+        with pytest.raises(
+            DraftlineError, match=r"(?s)/generate: no answer: .*The server hangs: .*Stopped \(state T\): \S+ \(pid"
+        ):
+            server.generate([1], {})
+        assert "for memory" not in server._diagnosis()  # it was ended by the watch, not by the kernel
+    assert not list(tmp_path.glob("server-*.json"))
 
 
-def test_the_cause_is_quoted_and_not_the_errors_that_follow_from_it():
-    log = "torch.OutOfMemoryError: CUDA out of memory.\nRuntimeError: Initialization failed. See above."
-    assert explain(log, 1).splitlines()[0].strip() == "torch.OutOfMemoryError: CUDA out of memory."
+def test_a_server_that_never_had_the_port_does_not_complain_of_who_has_it(tmp_path, stranger, monkeypatch):
+    monkeypatch.setattr("tasks.common.server.port_is_free", lambda _: True)
+    server = scripted("import time; time.sleep(60)", tmp_path, port=stranger)
+    server.launch()
+    monkeypatch.undo()
+    server.stop()
 
 
-def test_the_excerpt_ends_with_the_exception_and_not_with_what_came_after():
-    log = "\n".join(["noise"] * 50 + ["ValueError: the reason"] + [f"later {i}" for i in range(50)])
-    assert explain(log, 1).splitlines()[-1].strip() == "ValueError: the reason"
+def test_a_gpu_is_shared_with_servers_of_this_process_while_they_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("tasks.common.server_gpus._RELEASE_S", 0)
+    monkeypatch.setattr("tasks.common.gpu.holders", dict)
+    first, second, third = (scripted("import time; time.sleep(60)", tmp_path) for _ in range(3))
+    for server in (first, second, third):
+        server._gpus = ServerGpus(replace(server.plan, device="cuda"))
+    try:
+        for server, mib in ((first, 4), (second, 9000)):
+            monkeypatch.setattr("tasks.common.gpu.memory_used_mib", lambda mib=mib: {0: mib})
+            server.launch()
+        first.stop()
+        second.stop()
+        with pytest.raises(DraftlineError, match="GPU 0 is not idle"):
+            third.launch()
+    finally:
+        for server in (first, second, third):
+            server.stop()
