@@ -9,10 +9,11 @@ stays in reports/benchmark.partial.json.
 """
 
 from tasks.benchmark.arms import arms_of
+from tasks.benchmark.drawing import write_csv
 from tasks.benchmark.measure import measure
-from tasks.benchmark.page import write_page
+from tasks.benchmark.page import PAGE, write_page
 from tasks.benchmark.partial import Partial
-from tasks.benchmark.plots import plot_all, write_csv
+from tasks.benchmark.plots import plot_all
 from tasks.benchmark.questions import loads_of
 from tasks.benchmark.rows import cell_rows, prompt_rows
 from tasks.benchmark.show import show
@@ -23,7 +24,7 @@ from tasks.common.params import Params
 from tasks.common.stage import run_stage
 from tasks.common.tracking import Tracker
 
-REPORT, PAGE = REPORTS / "benchmark.json", REPORTS / "benchmark.html"
+REPORT = REPORTS / "benchmark.json"
 CELLS, PROMPTS = REPORTS / "benchmark_cells.csv", REPORTS / "benchmark_prompts.csv"
 
 
@@ -38,13 +39,13 @@ def main(params: Params, tracker: Tracker) -> None:
     write_csv(PROMPTS, prompt_rows(headline(compared(measured.passes, arms)).pairs))
     write_csv(CELLS, cell_rows(report))
     plots = plot_all(report)
-    write_page(report, plots, PAGE)
+    write_page(report, plots)
     partial.remove()
 
     show(report)
     for point in points_of(["benchmark"]):
         tracker.log_metrics({point.name: point.value}, point.step)
-    for path in (REPORT, PAGE, CELLS, PROMPTS, *plots):
+    for path in (REPORT, PAGE, CELLS, PROMPTS, *(plot.png for plot in plots)):
         tracker.log_artifact(path)
 
 

@@ -11,7 +11,9 @@ from tasks.common.errors import DraftlineError
 from tasks.common.traffic import Load
 
 # What makes a server this one and no other, and what speculation is; all else must be equal.
-_OWN = ("port", "random_seed", "weight_version", "nccl_port", "dist_init_addr", "served_model_name", "internal_states")
+_OWN = (
+    "port", "random_seed", "weight_version", "nccl_port", "dist_init_addr", "launch_command", "startup_time", "internal_states"
+)  # fmt: skip
 _SPECULATION = "speculative_"
 # Lists of sizes for which graphs are captured: SGLang spaces them by the tokens of a round. Whether there are graphs, by
 # which backend and up to which size stays compared.

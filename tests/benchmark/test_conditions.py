@@ -9,6 +9,8 @@ from tests.benchmark.passes import load
 PLAIN = {
     "port": 1,
     "random_seed": 5,
+    "launch_command": "--port 1",
+    "startup_time": {"load_weight": 4.9},
     "speculative_algorithm": None,
     "disable_cuda_graph": False,
     "cuda_graph_config": {"decode": {"backend": "full", "max_bs": 64, "bs": [1, 2, 4]}},
@@ -18,6 +20,8 @@ PLAIN = {
 DRAFTED = PLAIN | {
     "port": 2,
     "random_seed": 6,
+    "launch_command": "--port 2 --speculative-algorithm EAGLE3",
+    "startup_time": {"load_weight": 7.8},
     "speculative_algorithm": "EAGLE3",
     "speculative_num_steps": 3,
     "cuda_graph_config": {"decode": {"backend": "full", "max_bs": 64, "bs": [1, 2, 3, 4]}},
