@@ -26,6 +26,8 @@ class ServerGpus:
         self._is_used = plan.device.startswith("cuda")
         self.before: dict[int, int] = {}
         self.held: list[int] = []  # those on which memory of this server lies
+        self._is_ready = False
+        self._starting: list[ServerGpus] = []  # at the same time: what they take was not in use before
 
     def require_idle(self) -> None:
         """Show the memory in use, and refuse to share a GPU with anybody but servers of this process.
@@ -53,18 +55,21 @@ class ServerGpus:
 
     def started(self) -> None:
         """The server exists from now on: its GPUs are those of this process."""
+        self._starting = [server for server in self._running if not server._is_ready]
         self._running.append(self)
 
     def ready(self) -> None:
         """Memory is taken: note on which GPUs; a neighbour's may have grown as well."""
-        own = self._own()
+        own, self._is_ready = self._own(), True
         self.held = [i for i, used in self._memory().items() if self._has_grown(i, used) and (own is None or i in own)]
 
     def ended(self) -> None:
-        """The server is gone. What it held is not told apart from what later servers of this process hold on the same GPU."""
+        """The server is gone. What it held is not told apart from what servers of this process hold on the same GPU that
+        started later or at the same time."""
         if self in self._running:
             later = self._running[self._running.index(self) + 1 :]
-            self.held = [i for i in self.held if not any(i in server.held for server in later)]
+            beside = [*later, *(server for server in self._starting if server in self._running)]
+            self.held = [i for i in self.held if not any(server._may_hold(i) for server in beside)]
             self._running.remove(self)
 
     def prove_given_back(self) -> None:
@@ -104,6 +109,10 @@ class ServerGpus:
             if used > _TOLERANCE_MIB and not untold and not any(gpus is None or index in gpus for gpus in shared):
                 foreign[index] = used
         return foreign
+
+    def _may_hold(self, index: int) -> bool:
+        own = self._own()
+        return index in self.held if self._is_ready else own is None or index in own
 
     def _own(self) -> set[int] | None:
         return gpu.physical(self._plan.gpus)

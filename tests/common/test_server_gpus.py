@@ -139,3 +139,23 @@ def test_of_two_servers_on_a_gpu_either_may_end_first(driver, gpus_of, first_out
     driver(4)
     pair[1 - first_out].ended()
     pair[1 - first_out].prove_given_back()
+
+
+@pytest.mark.parametrize("first_out", [0, 1])
+@pytest.mark.parametrize("both_ready", [True, False])
+def test_of_two_servers_that_started_at_once_either_may_end_first(driver, gpus_of, first_out, both_ready):
+    driver(4)
+    pair = gpus_of(), gpus_of()
+    for one in pair:
+        one.require_idle()
+        one.started()
+    driver(9000)
+    for one in pair if both_ready else [pair[first_out]]:
+        one.ready()
+    driver(4500)  # the other one's
+    pair[first_out].ended()
+    pair[first_out].prove_given_back()
+    pair[1 - first_out].ended()
+    if both_ready:
+        with pytest.raises(DraftlineError, match="did not come back"):
+            pair[1 - first_out].prove_given_back()
