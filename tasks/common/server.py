@@ -249,15 +249,19 @@ class Server(SGLangClient):
 
 @contextmanager
 def running(*servers: Server) -> Iterator[None]:
-    """Several servers at once. On a CPU they start side by side; on a GPU in turn, since each measures free memory."""
+    """Several servers at once.
+
+    They start side by side, but on a GPU in turn where a server takes as much cache as it finds memory free for: two that look
+    at the same moment would find it twice.
+    """
     with ExitStack() as stack:
         for server in servers:
             stack.callback(server.stop)
             server.launch()
-            if server.plan.device != "cpu":
+            if not server.plan.bounds_its_cache:
                 server.wait_until_ready()
         for server in servers:
-            if server.plan.device == "cpu":
+            if server.plan.bounds_its_cache:
                 server.wait_until_ready()
         yield
 

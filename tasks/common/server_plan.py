@@ -74,6 +74,11 @@ class ServerPlan:
         first = next((int(flag.values[0]) for flag in self.flags if flag.name == "--base-gpu-id"), 0)
         return range(first, first + spanned_gpus([word for flag in self.flags for word in (flag.name, *flag.values)]))
 
+    @property
+    def bounds_its_cache(self) -> bool:
+        """Whether the size of the KV cache is stated, and not taken from the memory that is free when the server starts."""
+        return self.device == "cpu" or any(flag.name == "--max-total-tokens" for flag in self.flags)
+
     def adding(self, flags: tuple[Setting, ...], environment: tuple[Setting, ...] = ()) -> "ServerPlan":
         """The same server with more settings; of a path that is set already, the new places come first."""
         merged = {setting.name: setting for setting in self.environment}

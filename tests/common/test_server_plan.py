@@ -1,6 +1,7 @@
 """What a plan says to SGLang, and the mistakes that it refuses before anything starts."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -173,6 +174,12 @@ def test_both_arms_of_the_benchmark_get_the_same_flags(make_plan, tiny_params):
     baseline = said(baseline_plan(tiny_params(contract=AUX, serve=SERVE | {"extra_args": ["--tp-size", "2"]})))
     assert {name: value for name, value in speculative.items() if not name.startswith("--speculative-")} == baseline
     assert baseline["--tp-size"] == "2"
+
+
+@pytest.mark.parametrize(("tokens", "bounded"), [(2048, True), (None, False)])
+def test_on_a_gpu_only_a_stated_cache_lets_servers_start_side_by_side(make_plan, tokens, bounded):
+    plan = replace(make_plan(serve=SERVE | {"max_total_tokens": tokens}), device="cuda")
+    assert plan.bounds_its_cache is bounded
 
 
 def test_both_arms_of_the_benchmark_get_the_same_environment(make_plan, tiny_params):
