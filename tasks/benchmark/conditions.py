@@ -26,7 +26,7 @@ _GIVEN_UP = {"disable_overlap_schedule": (False, True)}  # on CPUs
 # Of a server's settings, what a reader of the report wants to see.
 _SHOWN = (
     "attention_backend", "decode_attention_backend", "prefill_attention_backend", "sampling_backend", "disable_cuda_graph",
-    "disable_radix_cache", "disable_overlap_schedule", "max_running_requests", "chunked_prefill_size", "kv_cache_dtype",
+    "disable_radix_cache", "max_running_requests", "chunked_prefill_size", "kv_cache_dtype",
     "quantization", "tp_size", "mem_fraction_static", "page_size",
 )  # fmt: skip
 

@@ -76,7 +76,7 @@ def headline(comparisons: Sequence[Comparison]) -> Comparison:
 
 def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> Iterator[str]:
     """Whether our draft pays at each concurrency, and what would be needed where it does not."""
-    serve, scaling = params.serve, read_json(SCALING) if SCALING.exists() else None
+    serve, scaling, said = params.serve, read_json(SCALING) if SCALING.exists() else None, set()
     for one in comparisons:
         if (one.draft, one.name, one.load.temperature) != (OURS, of_set, 0):
             continue
@@ -90,7 +90,9 @@ def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> I
             draft_step_share=measured_step_share(requests, serve.num_steps, serve.eagle_topk),
             scaling=scaling,
         )
-        yield f"{'1 request at a time' if requests == 1 else f'{requests} requests at once'}: {' '.join(sentences)}"
+        fresh = [sentence for sentence in sentences if sentence not in said]
+        said.update(sentences)
+        yield f"{'1 request at a time' if requests == 1 else f'{requests} requests at once'}: {' '.join(fresh)}"
 
 
 def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict:

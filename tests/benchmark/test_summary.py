@@ -67,6 +67,14 @@ def test_the_headline_is_our_draft_at_the_lowest_concurrency():
     assert rows == [("speculative", 1, 2.0), ("speculative", 4, 0.5), ("theirs", 1, 0.5)]
 
 
+def test_advice_is_given_for_each_concurrency_and_says_nothing_twice():
+    first, second = report(both(load(2)) + both(load(2, concurrency=4)), concurrency=(1, 4))["advice"]
+    assert first.startswith("1 request at a time: You need 1.25, you have 2.50: the draft pays, decoding is 2.00 times")
+    assert "was not measured" in first
+    assert second.startswith("4 requests at once: You need")
+    assert "was not measured" not in second
+
+
 def test_other_sets_than_the_held_out_prompts_were_not_predicted():
     found = report(both(load(1, "maths")) + both(load(1, "code")), sets={"maths": "m", "code": "c"})
     assert found["predicted_accept_length"] is found["served_over_predicted"] is None
