@@ -30,13 +30,15 @@ class RoundTime:
     def through(cls, measured: Mapping[int, float]) -> "RoundTime | None":
         """Least squares through times by steps; None with fewer than two numbers of steps, which leave the slope open.
 
-        A slope below zero is noise and is taken as zero.
+        Neither part of a round takes less than no time: what falls below zero is noise and is taken as zero.
         """
         if len(measured) < 2:
             return None
         steps, time = fmean(measured), fmean(measured.values())
         rise = sum((s - steps) * (t - time) for s, t in measured.items())
         step = max(0.0, rise / sum((s - steps) ** 2 for s in measured))
+        if time < step * steps:
+            return cls(0.0, sum(s * t for s, t in measured.items()) / sum(s**2 for s in measured))
         return cls(time - step * steps, step)
 
     def at(self, steps: int) -> float:

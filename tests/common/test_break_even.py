@@ -71,6 +71,11 @@ def test_a_longer_round_that_took_less_time_is_noise():
     assert (time.fixed, time.step) == pytest.approx((3.2, 0.0))
 
 
+def test_a_round_of_no_steps_takes_no_less_than_no_time():
+    time = RoundTime.through({3: 1.0, 5: 3.0})
+    assert (time.fixed, time.step) == pytest.approx((0.0, 18 / 34))
+
+
 def test_a_round_pays_for_the_plain_steps_that_it_replaces():
     assert predicted_speedup(2.6, round_time=3.9, plain_step=1.5) == pytest.approx(1.0)
     assert predicted_speedup(3.9, round_time=3.9, plain_step=1.5) == pytest.approx(1.5)

@@ -1,0 +1,134 @@
+"""The server settings that are fastest with this draft, searched for on real servers within a time budget.
+
+    python -m tasks.tune_server                                  # 10 minutes, one request at a time
+    python -m tasks.tune_server --minutes 6 --concurrency 1      # -> reports/tuned.json, reports/tuned_params.yaml
+
+Reads params.yaml and artifacts/export as tasks.launch_server does. Draft steps, top-k and draft tokens, attention backends,
+CUDA graphs, batch limits and, where layers are split over GPUs, all-reduce: few of the held-out prompts for many candidates,
+then more for the faster ones. Every candidate is measured beside the plain server; what the break-even model rules out is
+not started. How it is done and read: infra/docs/tuning.md.
+"""
+
+import argparse
+import os
+import shlex
+import sys
+
+from tasks.common.errors import DraftlineError
+from tasks.common.files import REPORTS, write_json
+from tasks.common.params import PARAMS, Params, load_params
+from tasks.common.stage import exit_on_signals
+
+REPORT, PROFILE = REPORTS / "tuned.json", REPORTS / "tuned_params.yaml"
+
+
+def main(minutes: float, concurrency: int) -> None:
+    from tasks.tune_server.measure import ServerBench
+    from tasks.tune_server.report import report, write_profile
+    from tasks.tune_server.search import Search
+    from tasks.tune_server.servers import Budget, Fleet
+    from tasks.tune_server.show import show
+
+    params = load_params()
+    _require_sensible(minutes, concurrency, params)
+    questions, space = _questions(params, concurrency), _space(params, concurrency)
+    budget = Budget(60 * minutes)
+    with Fleet(params, budget) as fleet:
+        bench = ServerBench(params, concurrency, questions, budget, fleet)
+        search = Search(space, bench, lambda sentence: print(sentence, file=sys.stderr, flush=True))
+        search.run()
+    found = report(search, params, concurrency, budget.seconds, budget.seconds - budget.remaining(), REPORTS)
+    write_json(REPORT, found)
+    settings = found["settings"]
+    where = f"{_device_name(params)}, SGLang {settings['version']}, {settings['dtype']}, {concurrency} at once"
+    write_profile(PROFILE, search, params, _command(minutes, concurrency), where)
+    show(found)
+    print(f"The best plan, to copy into {PARAMS}: {PROFILE}")
+
+
+def _require_sensible(minutes: float, concurrency: int, params: Params) -> None:
+    """
+    Raises:
+        DraftlineError: no time, no request, or more requests than a server runs at once.
+    """
+    if not minutes > 0:
+        raise DraftlineError(f"--minutes {minutes:g}: a budget of some minutes is expected.")
+    if concurrency < 1:
+        raise DraftlineError(f"--concurrency {concurrency}: at least one request must run.")
+    if concurrency > params.serve.max_running_requests:
+        raise DraftlineError(
+            f"--concurrency {concurrency}: the servers run at most {params.serve.max_running_requests} requests at once "
+            f"(serve.max_running_requests in {PARAMS}), and the rest would wait. Set serve.max_running_requests to at least "
+            f"{concurrency}, or ask for fewer."
+        )
+
+
+def _questions(params: Params, concurrency: int):
+    """The held-out prompts, spread over domains. Not the benchmark's sets: what is tuned on them would flatter itself there.
+
+    Raises:
+        DraftlineError: there are none that the servers' context holds, or their cache not so many at once.
+    """
+    from tasks.common.prompts import spread_over_domains
+    from tasks.common.responses import read_responses
+    from tasks.common.traffic import Question
+
+    rows, serve, answer = list(read_responses("heldout")), params.serve, params.benchmark.max_new_tokens
+    spread = spread_over_domains(rows, len(rows))
+    fitting = [row for row in spread if len(row.prompt_token_ids) + answer <= serve.context_length]
+    if not fitting:
+        raise DraftlineError(
+            f"{PARAMS}: serve.context_length is {serve.context_length}, and none of the {len(rows)} held-out prompts fits into it "
+            f"with {answer} tokens of an answer (benchmark.max_new_tokens)."
+        )
+    needed = concurrency * (max(len(row.prompt_token_ids) for row in fitting) + answer)
+    if serve.max_total_tokens and needed > serve.max_total_tokens:
+        raise DraftlineError(
+            f"{PARAMS}: serve.max_total_tokens is {serve.max_total_tokens}, and {concurrency} requests at once can come to "
+            f"{needed} tokens: some would wait. Raise it to {needed}."
+        )
+    return [Question(row.id, row.domain, row.prompt_token_ids) for row in fitting]
+
+
+def _space(params: Params, concurrency: int):
+    from tasks.common.target import TargetShape, load_config
+    from tasks.tune_server.options import Device
+    from tasks.tune_server.space import Space
+
+    config = load_config()
+    is_latent = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
+    return Space.of(params, concurrency, TargetShape.of(config).architecture, Device.of(params), is_latent)
+
+
+def _device_name(params: Params) -> str:
+    from tasks.common import gpu
+
+    if params.target.device == "cpu":
+        return f"a CPU ({os.cpu_count()} cores)"
+    return next((name for (name,) in gpu.query("--query-gpu=name")), params.target.device)
+
+
+def _command(minutes: float, concurrency: int) -> str:
+    words = ["--minutes", f"{minutes:g}", "--concurrency", str(concurrency)]
+    return shlex.join(["python", "-m", "tasks.tune_server", *words])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tasks.tune_server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--minutes", type=float, default=10, help="time budget, starts of servers included (10)")
+    parser.add_argument("--concurrency", type=int, default=1, help="requests at once that count (1)")
+    return parser
+
+
+if __name__ == "__main__":
+    exit_on_signals()
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for the servers, as every stage sets it
+    try:
+        arguments = _parser().parse_args()
+        main(arguments.minutes, arguments.concurrency)
+    except DraftlineError as error:
+        sys.exit(f"tune_server failed:\n{error}")

@@ -1,0 +1,199 @@
+"""Real measurements for the search: every candidate beside the plain server, warm, in turn, the prefix cache emptied."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+
+from tasks.common.acceptance import pool
+from tasks.common.errors import DraftlineError
+from tasks.common.params import Params
+from tasks.common.sglang_client import Completion
+from tasks.common.traffic import Load, Pass, Question, run_load
+from tasks.tune_server.candidates import PLAIN, Candidate
+from tasks.tune_server.costs import REPEATS
+from tasks.tune_server.results import Result
+from tasks.tune_server.search import Measured
+from tasks.tune_server.servers import Budget, Fleet, OutOfBudget
+
+_FEW = 4
+
+
+class ServerBench:
+    """The bench of real servers (search.Bench)."""
+
+    def __init__(self, params: Params, concurrency: int, questions: Sequence[Question], budget: Budget, fleet: Fleet):
+        """
+        Args:
+            questions: the first of them are asked in every rung.
+        """
+        self._params, self._concurrency, self._questions = params, concurrency, questions
+        self._budget, self._fleet = budget, fleet
+        self.capacity = fleet.limit
+        # On a CPU servers that start together take the time of all.
+        self.starts_together = fleet.starts_together and params.target.device != "cpu"
+        self.least_questions = len(self._load(_FEW).questions)
+
+    @property
+    def running(self) -> set[Candidate]:
+        """Where servers run in turn none stays."""
+        return set(self._fleet.running) if self.capacity > 1 else set()
+
+    def remaining(self) -> float:
+        """Seconds of the budget that are left."""
+        return self._budget.remaining()
+
+    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, standing: Sequence[Candidate]) -> Measured:
+        """As search.Bench says.
+
+        Raises:
+            DraftlineError: the plain server failed; without it nothing can be compared.
+        """
+        asked = _Asked(self._load(questions))
+        arms = [PLAIN, *batch]
+        try:
+            for group in [arms] if self.capacity > 1 else [[arm] for arm in arms]:
+                self._start(group, standing, asked)
+                for repeat in range(REPEATS):
+                    self._pass(group, repeat, asked)
+        except OutOfBudget:
+            asked.is_cut = True
+        return asked.measured(batch, rung)
+
+    def _load(self, questions: int) -> Load:
+        asked = self._params.benchmark
+        return Load.of("heldout", self._questions, questions, self._concurrency, 0.0, asked.max_new_tokens)
+
+    def _start(self, group: Sequence[Candidate], standing: Sequence[Candidate], asked: "_Asked") -> None:
+        began, before = time.monotonic(), set(self._fleet.running)
+        asked.fail(self._fleet.ensure(group, standing))
+        new = [candidate for candidate in group if candidate not in before and candidate not in asked.failed]
+        count = self._params.benchmark.warmup_prompts * self._concurrency
+        load = asked.load
+        warm = replace(load, questions=tuple(load.questions[number % len(load.questions)] for number in range(count)))
+        for candidate in new:
+            with self._surviving(candidate, asked):
+                self._require_room(candidate, load)
+                run_load(self._fleet.running[candidate], warm, candidate.name, on_answer=self._budget.require)
+        asked.started += len(new)
+        asked.start_s += time.monotonic() - began
+
+    def _require_room(self, candidate: Candidate, load: Load) -> None:
+        room = self._fleet.running[candidate].server_info().get("max_total_num_tokens")
+        if room is not None and room < load.most_tokens:
+            raise DraftlineError(f"its cache holds {room} tokens, and the requests can come to {load.most_tokens}")
+
+    def _pass(self, group: Sequence[Candidate], repeat: int, asked: "_Asked") -> None:
+        for candidate in asked.alive(group):
+            with self._surviving(candidate, asked):
+                self._fleet.running[candidate].flush_cache()
+        order = group if repeat % 2 == 0 else group[::-1]
+        if self._concurrency > 1:
+            for candidate in asked.alive(order):
+                with self._surviving(candidate, asked):
+                    server = self._fleet.running[candidate]
+                    asked.add(run_load(server, asked.load, candidate.name, repeat, self._budget.require), candidate)
+            return
+        # One request at a time, each question asked of every server before the next one is: a slow moment slows all.
+        answers: dict[Candidate, list[Completion]] = {candidate: [] for candidate in asked.alive(group)}
+        for number, question in enumerate(asked.load.questions):
+            for candidate in asked.alive(order if number % 2 == 0 else order[::-1]):
+                self._budget.require()
+                with self._surviving(candidate, asked):
+                    server = self._fleet.running[candidate]
+                    answers[candidate].append(server.generate(question.token_ids, asked.load.sampling, stream=True))
+        for candidate in asked.alive(group):
+            given = tuple(answers[candidate])
+            seconds = sum(answer.seconds for answer in given)
+            asked.add(Pass(candidate.name, asked.load, repeat, seconds, given), candidate)
+
+    @contextmanager
+    def _surviving(self, candidate: Candidate, asked: "_Asked") -> Iterator[None]:
+        """A server that fails within the block is dropped, and the others are asked on."""
+        try:
+            yield
+        except DraftlineError as error:
+            asked.fail({candidate: self._fleet.drop(candidate, error)})
+
+
+class _Asked:
+    """A batch in the making."""
+
+    def __init__(self, load: Load):
+        self.load = load
+        self.failed: dict[Candidate, str] = {}
+        self.started, self.start_s, self.is_cut = 0, 0.0, False
+        self._passes: dict[Candidate, list[Pass]] = {}
+
+    def alive(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        return [candidate for candidate in candidates if candidate not in self.failed]
+
+    def fail(self, failed: dict[Candidate, str]) -> None:
+        self.failed |= failed
+        if PLAIN in failed:
+            raise DraftlineError(
+                f"the plain server failed, and without it no speed-up can be measured: {failed[PLAIN]}"
+            )
+
+    def add(self, made: Pass, candidate: Candidate) -> None:
+        self._passes.setdefault(candidate, []).append(made)
+
+    def measured(self, batch: Sequence[Candidate], rung: int) -> Measured:
+        plain, results = self._passes.get(PLAIN, []), {}
+        for candidate in self.alive(batch):
+            made = self._passes.get(candidate, [])[: len(plain)]
+            if made:
+                try:
+                    results[candidate] = result_of(
+                        rung, made, plain[: len(made)], candidate.shape and candidate.shape.steps
+                    )
+                except DraftlineError as error:  # it does not speculate
+                    self.failed[candidate] = str(error)
+        answers = sum(len(one.answers) for one in plain)
+        return Measured(
+            results,
+            {candidate: self.failed[candidate] for candidate in batch if candidate in self.failed},
+            self.started,
+            self.start_s,
+            sum(one.seconds for one in plain) / answers if answers else None,
+            self.is_cut,
+        )
+
+
+def result_of(rung: int, made: Sequence[Pass], plain: Sequence[Pass], steps: int | None) -> Result:
+    """What passes say of a server, beside the plain server's of the same repeats.
+
+    Args:
+        steps: of its draft; None where it has none.
+
+    Raises:
+        DraftlineError: it has a draft, and did not speculate.
+    """
+    answers = [answer for one in made for answer in one.answers]
+    acceptance, beside = pool(answers) if steps else None, list(zip(made, plain, strict=True))
+    return Result(
+        rung=rung,
+        questions=len(made[0].answers),
+        ratios=tuple(one.tokens_per_s / of_plain.tokens_per_s for one, of_plain in beside),
+        tokens_per_s=_speed(made),
+        plain_tokens_per_s=_speed(plain),
+        accept_length=acceptance.accept_length if acceptance else None,
+        survival=tuple(acceptance.survival(steps)) if acceptance else (),
+        break_even=median(_per_step([one]) / _per_step([of_plain]) for one, of_plain in beside) if acceptance else None,
+        plain_step_s=_per_step(plain),
+        answer_s=sum(one.seconds for one in made) / len(answers),
+    )
+
+
+def _speed(passes: Sequence[Pass]) -> float:
+    return sum(one.tokens for one in passes) / sum(one.seconds for one in passes)
+
+
+def _per_step(passes: Sequence[Pass]) -> float:
+    """Seconds of a round or a plain step, behind the first token of streamed answers."""
+    answers = [answer for one in passes for answer in one.answers if answer.pieces]
+    steps = sum(answer.verify_rounds or len(answer.output_ids) - 1 for answer in answers)
+    if not steps:
+        raise DraftlineError("answers of a token each tell nothing of decoding; raise benchmark.max_new_tokens.")
+    return sum(answer.seconds - answer.pieces[0][0] for answer in answers) / steps

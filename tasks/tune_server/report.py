@@ -1,0 +1,179 @@
+"""What the search found: reports/tuned.json, and the best plan as a `serve:` section to copy."""
+
+from importlib.metadata import version
+from pathlib import Path
+from statistics import fmean
+
+from tasks.common.break_even import advice
+from tasks.common.files import read_json, replacing
+from tasks.common.params import PARAMS, Params
+from tasks.tune_server.candidates import Candidate
+from tasks.tune_server.results import Result, Trial
+from tasks.tune_server.search import Search
+from tasks.tune_server.space import CURRENT
+
+
+def report(search: Search, params: Params, concurrency: int, budget_s: float, spent_s: float, folder: Path) -> dict:
+    """reports/tuned.json.
+
+    Args:
+        folder: where reports/scaling.json may lie.
+    """
+    best = search.best
+    return {
+        "concurrency": concurrency,
+        "budget_s": round(budget_s, 1),
+        "spent_s": round(spent_s, 1),
+        "ended": search.ended,
+        "best": _row(best, params) if best else None,
+        "comparison": comparison(search, params),
+        "round_time": _round_time(search),
+        "verdict": verdict(search),
+        "advice": _advice(best.last, best.candidate, search, folder) if best else [],
+        "candidates": [_row(trial, params) for trial in search.trials.values()],
+        "notes": list(search.space.notes),
+        "settings": {
+            "engine": "sglang",
+            "version": version("sglang"),
+            "device": params.target.device,
+            "dtype": params.target.dtype,
+            "temperature": 0.0,
+            "max_new_tokens": params.benchmark.max_new_tokens,
+            "extra_args": list(params.serve.extra_args),
+            "environment": dict(params.serve.environment),
+        },
+    }
+
+
+def comparison(search: Search, params: Params) -> list[dict]:
+    """The best and what it is compared with: a row each, of the latest rung in which it was measured."""
+    rows = {} if search.best is None else {"best": search.best}
+    rows |= {name: search.trials[c] for name, c in search.space.rows.items() if c in search.trials}
+    alike = _alike(search)
+    return [
+        {"row": name, "name": trial.candidate.name, "failed": trial.failed, "result": _result(trial.last)}
+        for name, trial in (rows | ({"plain server, best settings": alike} if alike else {})).items()
+    ]
+
+
+def verdict(search: Search) -> str:
+    """How the best stands to the plain server and to the current parameters, in a sentence or three."""
+    best = search.best
+    if best is None:
+        return "Nothing was measured in full: give it more minutes, or see why the servers failed."
+    said = [f"{best.candidate.name}: {best.last.speedup:.2f} times the plain server ({_spread(best.last)})."]
+    if best.last.speedup <= 1:
+        said = [
+            f"No plan beats the plain server; the best is {best.candidate.name}, {best.last.speedup:.2f} times ({_spread(best.last)})."
+        ]
+    current = search.trials.get(search.space.rows[CURRENT])
+    if current and current.last and current is not best:
+        behind = min(best.last.ratios) > max(current.last.ratios)
+        apart = "" if behind else ", within the spread"
+        rung = "" if current.last.rung == best.last.rung else f", measured in rung {current.last.rung} alone"
+        said.append(f"With the current parameters it is {current.last.speedup:.2f} times{apart}{rung}.")
+    if alike := _alike(search):
+        said.append(
+            f"Its settings make the plain server {alike.last.speedup:.2f} times as fast as well: of the draft itself are "
+            f"{best.last.speedup / alike.last.speedup:.2f} times."
+        )
+    return " ".join(said)
+
+
+def write_profile(path: Path, search: Search, params: Params, command: str, where: str) -> None:
+    """The best plan, or the current one where nothing was measured: the section `serve:` and where it comes from.
+
+    Args:
+        command: that made it.
+        where: device and engine.
+    """
+    import yaml
+
+    best = search.best
+    chosen = best.candidate.params(params) if best else params
+    said = [
+        f"The section serve: of {PARAMS}, tuned by `{command}`.",
+        f"Measured on {where}.",
+        verdict(search),
+    ]
+    if best:
+        said.append(f"Acceptance length {best.last.accept_length:.2f} over {best.last.questions} questions, greedy.")
+    text = yaml.safe_dump({"serve": chosen.serve.model_dump(mode="json")}, sort_keys=False)
+    with replacing(path) as partial:
+        partial.write_text("".join(f"# {line}\n" for line in said) + text, encoding="utf-8")
+
+
+def _round_time(search: Search) -> dict | None:
+    """Milliseconds of a chain's round, `fixed_ms` + steps * `step_ms`."""
+    prediction = search.prediction
+    if (line := prediction.round_time) is None:
+        return None
+    plain_ms = 1e3 * fmean(result.plain_step_s for result in prediction.measured.values())
+    return {"fixed_ms": round(line.fixed * plain_ms, 4), "step_ms": round(line.step * plain_ms, 4)}
+
+
+def _alike(search: Search) -> Trial | None:
+    """The plain server under the best one's settings, where it was measured."""
+    best = search.best
+    if best is None or not best.candidate.options:
+        return None
+    trial = search.trials.get(Candidate(None, best.candidate.options))
+    return trial if trial and trial.last else None
+
+
+def _advice(result: Result, candidate: Candidate, search: Search, folder: Path) -> list[str]:
+    line, scaling, shape = search.prediction.round_time, folder / "scaling.json", candidate.shape
+    return advice(
+        result.accept_length,
+        result.survival,
+        shape.steps,
+        result.break_even,
+        topk=shape.topk,
+        draft_step_share=line.step_share(shape.steps) if line else None,
+        scaling=read_json(scaling) if scaling.exists() else None,
+    )
+
+
+def _row(trial: Trial, params: Params) -> dict:
+    candidate, shape = trial.candidate, trial.candidate.shape
+    serve = candidate.params(params).serve
+    return {
+        "name": candidate.name,
+        "steps": shape and shape.steps,
+        "topk": shape and shape.topk,
+        "draft_tokens": shape and shape.draft_tokens,
+        "automatic": candidate.is_automatic,
+        "options": [option.name for option in candidate.options],
+        "extra_args": list(serve.extra_args),
+        "environment": dict(serve.environment),
+        "max_running_requests": serve.max_running_requests,
+        "rungs": [_result(result) for result in trial.results],
+        "failed": trial.failed,
+        "pruned": trial.pruned,
+    }
+
+
+def _result(result: Result | None) -> dict | None:
+    if result is None:
+        return None
+    return {
+        "rung": result.rung,
+        "questions": result.questions,
+        "speedup": {
+            "median": round(result.speedup, 3),
+            "min": round(min(result.ratios), 3),
+            "max": round(max(result.ratios), 3),
+            "repeats": len(result.ratios),
+        },
+        "tokens_per_s": round(result.tokens_per_s, 2),
+        "plain_tokens_per_s": round(result.plain_tokens_per_s, 2),
+        "accept_length": result.accept_length and round(result.accept_length, 4),
+        "survival": [round(share, 4) for share in result.survival],
+        "round_ms": result.break_even and round(1e3 * result.break_even * result.plain_step_s, 4),
+        "plain_step_ms": round(1e3 * result.plain_step_s, 4),
+        "break_even_accept_length": result.break_even and round(result.break_even, 3),
+    }
+
+
+def _spread(result: Result) -> str:
+    return f"{min(result.ratios):.2f} to {max(result.ratios):.2f} in {len(result.ratios)} repeats"

@@ -1,0 +1,69 @@
+"""What was found about each candidate."""
+
+from dataclasses import dataclass, field
+from statistics import median
+
+from tasks.common.break_even import predicted_speedup
+from tasks.tune_server.candidates import Candidate
+
+
+@dataclass(frozen=True)
+class Result:
+    """A candidate in one rung, beside the plain server.
+
+    Attributes:
+        ratios: of its tokens per second to the plain server's, one a repeat.
+        tokens_per_s: of all users together, over all repeats; so is `plain_tokens_per_s`.
+        accept_length: None for a server without a draft, and so the next two.
+        survival: share of rounds in which draft tokens 1..i are all correct.
+        break_even: time of a round over that of a plain step beside it, behind the first token; median over the repeats.
+        plain_step_s: seconds that one user waits for a token of the plain server, behind the first.
+        answer_s: seconds that an answer took, of all users together.
+    """
+
+    rung: int
+    questions: int
+    ratios: tuple[float, ...]
+    tokens_per_s: float
+    plain_tokens_per_s: float
+    accept_length: float | None
+    survival: tuple[float, ...]
+    break_even: float | None
+    plain_step_s: float
+    answer_s: float
+
+    @property
+    def speedup(self) -> float:
+        """Median over the repeats."""
+        return median(self.ratios)
+
+    @property
+    def decoding_speedup(self) -> float:
+        """Without the prefill, as the model predicts it."""
+        return predicted_speedup(self.accept_length, self.break_even, 1.0)
+
+    @property
+    def uncertainty(self) -> float:
+        """Half the spread of the repeats, as a share of the speed-up."""
+        return (max(self.ratios) - min(self.ratios)) / 2 / self.speedup
+
+
+@dataclass
+class Trial:
+    """All that is known of one candidate.
+
+    Attributes:
+        results: one a rung.
+        failed: why it was dropped.
+        pruned: why it was not started.
+    """
+
+    candidate: Candidate
+    results: list[Result] = field(default_factory=list)
+    failed: str | None = None
+    pruned: str | None = None
+
+    @property
+    def last(self) -> Result | None:
+        """Of the latest rung, which asked most questions."""
+        return self.results[-1] if self.results else None

@@ -1,0 +1,250 @@
+"""Successive halving: few questions for many candidates, then more for those that were faster, until the budget is spent.
+
+    rung 0    the servers to compare with, two lengths of chains; then shapes that the model does not rule out
+    rung 1    the best third, and the best with each open setting
+    rung 2..  the better half, and the best with all settings that helped; twice the questions
+    last      the two best beside the servers to compare with, and the plain server under the best one's settings
+
+Nothing here starts a server: what measures is handed in (`Bench`; measure.py holds the real one).
+"""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tasks.tune_server.candidates import PLAIN, Candidate
+from tasks.tune_server.costs import Costs
+from tasks.tune_server.prediction import Prediction
+from tasks.tune_server.results import Result, Trial
+from tasks.tune_server.space import Space
+
+# Of the questions of rung 0, so many times as many are asked at most.
+_MOST_TIMES = 16
+# Of the budget, what the rungs up to this one may use; the rest is for those that come.
+_SHAPES_SHARE, _OPTIONS_SHARE, _HALVING_SHARE = 0.5, 0.75, 0.85
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a batch brought.
+
+    Attributes:
+        failed: why a candidate's server did not start or did not last.
+        started: servers, within `start_s` seconds.
+        plain_answer_s: seconds that an answer of the plain server took; None where there was none.
+        is_cut: whether the budget ended before all was asked; results are of whole repeats.
+    """
+
+    results: dict[Candidate, Result]
+    failed: dict[Candidate, str] = field(default_factory=dict)
+    started: int = 0
+    start_s: float = 0.0
+    plain_answer_s: float | None = None
+    is_cut: bool = False
+
+
+class Bench(Protocol):
+    """What measures candidates beside the plain server.
+
+    Attributes:
+        capacity: servers at once, the plain one included; 1 where they run in turn.
+        starts_together: whether several servers start in the time of one.
+        least_questions: that tell anything.
+        running: candidates whose servers are up.
+    """
+
+    capacity: int
+    least_questions: int
+    starts_together: bool
+    running: Collection[Candidate]
+
+    def remaining(self) -> float:
+        """Seconds of the budget that are left."""
+
+    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, standing: Sequence[Candidate]) -> Measured:
+        """Ask the plain server and each of `batch`; of other servers that run, the last in `standing` makes room first."""
+
+
+class _Spent(Exception):
+    """The budget ended."""
+
+
+class Search:
+    """
+    Attributes:
+        trials: what is known of each candidate that was considered, in the order of their starts.
+        best: the fastest that params.yaml would take; None where none was measured.
+        ended: a sentence on how the search came to its end.
+    """
+
+    def __init__(self, space: Space, bench: Bench, say: Callable[[str], object] = lambda sentence: None):
+        self.space = space
+        self.trials: dict[Candidate, Trial] = {}
+        self.ended = ""
+        self._bench, self._say = bench, say
+        self._costs = Costs(bench.starts_together)
+        self._budget, self._few = bench.remaining(), bench.least_questions
+        self._rung = 0
+
+    def run(self) -> None:
+        """Search until the budget is spent or nothing is left to be told apart."""
+        try:
+            self._try_shapes()
+            if self._ranked():
+                self._try_options()
+                self._halve()
+                self._compare()
+            self.ended = f"Done with {self._bench.remaining():.0f} s of the budget left."
+        except _Spent:
+            self.ended = f"The budget ended in rung {self._rung}: what was asked by then counts."
+
+    @property
+    def best(self) -> Trial | None:
+        """Of those measured in the latest rung."""
+        ranked = self._ranked()
+        return self.trials[ranked[0]] if ranked else None
+
+    @property
+    def prediction(self) -> Prediction:
+        """As far as measurements go by now."""
+        return Prediction(self.trials.values())
+
+    # --- rungs
+
+    def _try_shapes(self) -> None:
+        probe = next((c for c in self.space.shapes if c.shape.topk == 1), None)
+        self._measure_all([*self.space.required, *([probe] if probe else [])], self._few, 1.0)
+        pending = [candidate for candidate in self.space.shapes if candidate is not probe]
+        while pending := self._not_ruled_out(pending):
+            batch = self._next_batch(pending, self._few, _SHAPES_SHARE)
+            if not batch:
+                break
+            self._measure(batch, self._few)
+            pending = [candidate for candidate in pending if candidate not in batch]
+
+    def _not_ruled_out(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Those worth a start, the most promising first; notes why the others are not."""
+        prediction, worth = self.prediction, []
+        for candidate in candidates:
+            if reason := prediction.ruled_out(candidate):
+                self._trial(candidate).pruned = reason
+            else:
+                worth.append(candidate)
+        return sorted(worth, key=prediction.likely, reverse=True)
+
+    def _try_options(self) -> None:
+        ranked = self._ranked()
+        kept, shape = ranked[: math.ceil(len(ranked) / 3)], ranked[0].shape
+        open_options = [o for o in self.space.options if shape.topk == 1 or not o.chains_only]
+        self._rung = 1
+        self._measure_all(
+            [*kept, *(Candidate(shape, (option,)) for option in open_options)], 2 * self._few, _OPTIONS_SHARE
+        )
+
+    def _halve(self) -> None:
+        questions, together = 4 * self._few, self._helpful_together()
+        while True:
+            kept = self._of_latest_rung()
+            kept = kept[: math.ceil(len(kept) / 2)]
+            field = [*kept, *together]
+            if (
+                len(field) <= 2
+                or questions > _MOST_TIMES * self._few
+                or not self._fits(field, questions, _HALVING_SHARE)
+            ):
+                return
+            self._rung += 1
+            self._measure_all(field, questions, _HALVING_SHARE)
+            questions, together = 2 * questions, []
+
+    def _helpful_together(self) -> list[Candidate]:
+        """The best shape with the best setting of each kind that beat it without; none where that was one setting."""
+        in_rung = {c: self.trials[c].last for c in self._of_latest_rung()}
+        bare = {c.shape: result.speedup for c, result in in_rung.items() if not c.options}
+        helped: dict[str, Candidate] = {}
+        for candidate, result in in_rung.items():  # the fastest first
+            if candidate.options and result.speedup > bare.get(candidate.shape, math.inf):
+                helped.setdefault(candidate.options[0].group, candidate)
+        if len(helped) < 2:
+            return []
+        options = tuple(candidate.options[0] for candidate in helped.values())
+        return [Candidate(next(iter(helped.values())).shape, options)]
+
+    def _compare(self) -> None:
+        """The best with all that it is to be compared with, in one rung, asked as much as the rest of the budget allows."""
+        best, *others = self._ranked()
+        alike = [Candidate(None, best.options)] if best.options else []
+        compared = list(dict.fromkeys([best, *self.space.required, *alike, *others[:1]]))
+        compared = [candidate for candidate in compared if not self._trial(candidate).failed]
+        questions = _MOST_TIMES * self._few
+        while questions > self._few and not self._fits(compared, questions, 1.0):
+            questions //= 2
+        self._rung += 1
+        self._measure_all(compared, questions, 1.0)
+
+    # --- measuring
+
+    def _measure_all(self, wanted: Sequence[Candidate], questions: int, share: float) -> None:
+        """In batches, as many as fit into the budget."""
+        pending = list(dict.fromkeys(wanted))
+        while pending and (batch := self._next_batch(pending, questions, share)):
+            self._measure(batch, questions)
+            pending = [candidate for candidate in pending if candidate not in batch]
+
+    def _next_batch(self, pending: Sequence[Candidate], questions: int, share: float) -> list[Candidate]:
+        """The first, and others that fit beside it into memory and budget; of those, the ones that run come first."""
+        room = self._room
+        if not self._costs.are_known:  # what a start takes is not known: no more than one start's time is risked
+            return list(pending[: room if self._bench.starts_together else 1])
+        first, *others = pending
+        ordered = [first, *sorted(others, key=lambda candidate: candidate not in self._bench.running)]
+        sizes = range(min(room, len(ordered)), 0, -1)
+        return next((ordered[:size] for size in sizes if self._fits(ordered[:size], questions, share)), [])
+
+    @property
+    def _room(self) -> int:
+        """Candidates of a batch."""
+        return max(1, self._bench.capacity - 1)
+
+    def _fits(self, candidates: Sequence[Candidate], questions: int, share: float) -> bool:
+        plain = [PLAIN] * math.ceil(len(candidates) / self._room)  # asked in each batch, and started where it made room
+        starting = [candidate for candidate in candidates if candidate not in self._bench.running]
+        starting += plain if self._bench.capacity == 1 else {PLAIN}.difference(self._bench.running)
+        needed = self._costs.batch(len(starting), (*plain, *candidates), questions)
+        return needed <= self._bench.remaining() - (1 - share) * self._budget
+
+    def _measure(self, batch: Sequence[Candidate], questions: int) -> None:
+        names = ", ".join(candidate.name for candidate in batch)
+        self._say(f"rung {self._rung}, {questions} questions: {names} ({self._bench.remaining():.0f} s left)")
+        measured = self._bench.measure(batch, questions, self._rung, self._ranked())
+        self._costs.started(measured.started, measured.start_s)
+        if measured.plain_answer_s is not None:
+            self._costs.answered(PLAIN, measured.plain_answer_s)
+        for candidate in batch:
+            trial = self._trial(candidate)
+            if result := measured.results.get(candidate):
+                trial.results.append(result)
+                self._costs.answered(candidate, result.answer_s)
+            trial.failed = measured.failed.get(candidate)
+            if trial.failed:
+                self._say(f"dropped: {candidate.name}: {trial.failed}")
+        if measured.is_cut:
+            raise _Spent
+
+    # --- order
+
+    def _trial(self, candidate: Candidate) -> Trial:
+        return self.trials.setdefault(candidate, Trial(candidate))
+
+    def _ranked(self) -> list[Candidate]:
+        """Candidates that may be chosen: by rung, the latest first, then by speed."""
+        trials = [t for t in self.trials.values() if t.last and not t.failed and self._may_be_chosen(t.candidate)]
+        return [t.candidate for t in sorted(trials, key=lambda t: (t.last.rung, t.last.speedup), reverse=True)]
+
+    def _of_latest_rung(self) -> list[Candidate]:
+        ranked = self._ranked()
+        return [c for c in ranked if self.trials[c].last.rung == self.trials[ranked[0]].last.rung]
+
+    def _may_be_chosen(self, candidate: Candidate) -> bool:
+        return candidate.shape is not None and candidate not in self.space.unfit

@@ -1,0 +1,118 @@
+"""What stands in the reports of a search, and that the profile is a section that params.yaml takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.common.break_even import measured_step_share
+from tasks.common.params import Params
+from tasks.tune_server.candidates import Candidate, Shape
+from tasks.tune_server.options import Device
+from tasks.tune_server.report import report, verdict, write_profile
+from tasks.tune_server.search import Search
+from tasks.tune_server.show import show
+from tasks.tune_server.space import Space
+from tests.tune_server.bench import Bench, round_s
+
+PARAMS = Params.model_validate(
+    {
+        "train_draft": {"ttt_length": 7},
+        "serve": {
+            "max_running_requests": 1,
+            "num_steps": 4,
+            "num_draft_tokens": 5,
+            "extra_args": ["--stream-interval", "2"],
+        },
+        "benchmark": {"concurrency": [1]},
+    }
+)
+
+
+def search(params: Params = PARAMS, gpu: Device = Device(None), **bench) -> Search:  # noqa: B008
+    found = Search(Space.of(params, 1, "LlamaForCausalLM", gpu), Bench(3000, **bench))
+    found.run()
+    return found
+
+
+def reported(found: Search) -> dict:
+    return json.loads(json.dumps(report(found, PARAMS, 1, 3000.0, 1234.56, Path("reports"))))
+
+
+def test_the_best_stands_beside_the_automatic_choice_the_usual_numbers_and_the_current_ones():
+    found = reported(search(ratio=0.5))
+    rows = {row["row"]: row for row in found["comparison"]}
+    assert list(rows) == ["best", "automatic", "5/4/8", "3/1/4", "current"]
+    assert rows["automatic"]["name"] == rows["5/4/8"]["name"] == "5/4/8 (automatic)"
+    assert rows["current"]["name"] == "4/1/5"
+    assert rows["best"]["result"]["speedup"]["median"] >= max(r["result"]["speedup"]["median"] for r in rows.values())
+
+
+def test_every_candidate_is_there_with_its_rungs_or_the_reason_why_not():
+    found = reported(search(ratio=0.3, broken=lambda c: c.shape is not None and c.shape.topk == 2))
+    assert {bool(row["rungs"]) + bool(row["failed"]) + bool(row["pruned"]) for row in found["candidates"]} == {1}
+    for row in found["candidates"]:
+        assert row["extra_args"][:2] == ["--stream-interval", "2"]
+        for rung in row["rungs"]:
+            assert rung["speedup"]["min"] <= rung["speedup"]["median"] <= rung["speedup"]["max"]
+            assert rung["speedup"]["repeats"] == 3
+
+
+def test_the_time_of_a_round_by_steps_is_what_the_benchmarks_advice_reads(tmp_path):
+    found = reported(search())
+    assert found["round_time"] == pytest.approx({"fixed_ms": 1.5, "step_ms": 0.2}, abs=1e-3)
+    (tmp_path / "tuned.json").write_text(json.dumps(found))
+    assert measured_step_share(1, 3, 1, tmp_path) == pytest.approx(0.0002 / round_s(Shape.chain(3)), rel=1e-3)
+
+
+@pytest.mark.parametrize("ratio", [0.05, 0.8])
+def test_the_profile_is_a_section_that_the_parameters_take(tmp_path, ratio):
+    found, path = search(ratio=ratio), tmp_path / "tuned_params.yaml"
+    write_profile(path, found, PARAMS, "python -m tasks.tune_server --minutes 6", "an H200")
+    text = path.read_text()
+    loaded = yaml.safe_load(text)
+    assert list(loaded) == ["serve"]
+    taken = Params.model_validate(PARAMS.model_dump() | loaded).serve
+    assert Shape.of(taken) == found.best.candidate.shape
+    assert taken.extra_args == PARAMS.serve.extra_args
+    for words in ("--minutes 6", "an H200", f"{found.best.last.speedup:.2f} times", "Acceptance length"):
+        assert words in text.partition("serve:\n")[0]
+
+
+def test_settings_of_the_best_are_in_the_profile(tmp_path):
+    found, path = search(gpu=Device((9, 0)), effect={"triton": 1.3}), tmp_path / "tuned_params.yaml"
+    write_profile(path, found, PARAMS, "", "")
+    assert yaml.safe_load(path.read_text())["serve"]["extra_args"] == [
+        "--stream-interval", "2", "--attention-backend", "triton",
+    ]  # fmt: skip
+
+
+def test_what_settings_do_for_the_plain_server_too_is_not_the_drafts():
+    assert "Its settings make the plain server 1.30 times as fast as well" in verdict(
+        search(gpu=Device((9, 0)), effect={"triton": 1.3})
+    )
+
+
+def test_a_best_below_one_is_said_to_beat_nothing():
+    found = search(ratio=0.05)
+    assert verdict(found).startswith("No plan beats the plain server; the best is 1/1/2")
+    assert "You need" in reported(found)["advice"][0]
+
+
+def test_without_any_measurement_the_current_parameters_are_the_profile(tmp_path, capsys):
+    found, path = search(broken=lambda c: True), tmp_path / "tuned_params.yaml"
+    write_profile(path, found, PARAMS, "", "")
+    assert yaml.safe_load(path.read_text())["serve"] == PARAMS.serve.model_dump(mode="json")
+    assert "Nothing was measured" in path.read_text()
+    show(reported(found))
+    assert "dropped: refused" in capsys.readouterr().out
+
+
+def test_servers_that_one_reason_rules_out_are_named_together(capsys):
+    found = search(ratio=0.3)
+    show(reported(found))
+    lines = [line for line in capsys.readouterr().out.splitlines() if "not started: at best" in line]
+    pruned = [trial.candidate for trial in found.trials.values() if trial.pruned]
+    assert Candidate(Shape.chain(6)) in pruned
+    assert 0 < len(lines) < len(pruned)

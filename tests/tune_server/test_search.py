@@ -1,0 +1,194 @@
+"""The search over a law of speeds: what it starts, what it leaves, when it ends, and what it finds."""
+
+import pytest
+
+from tasks.common.params import Params
+from tasks.tune_server.candidates import PLAIN, Candidate, Shape
+from tasks.tune_server.options import Device
+from tasks.tune_server.search import Search
+from tasks.tune_server.space import Space
+from tests.tune_server.bench import Bench
+
+LLAMA = "LlamaForCausalLM"
+
+
+def space(trained: int = 7, device: Device = Device(None), architecture: str = LLAMA, **serve) -> Space:  # noqa: B008
+    params = Params.model_validate(
+        {
+            "train_draft": {"ttt_length": trained},
+            "serve": {"max_running_requests": 1} | serve,
+            "benchmark": {"concurrency": [1]},
+        }
+    )
+    return Space.of(params, 1, architecture, device)
+
+
+def searched(bench: Bench, over: Space) -> Search:
+    search = Search(over, bench)
+    search.run()
+    return search
+
+
+def fastest(bench: Bench, over: Space) -> float:
+    everything = [*over.required, *over.shapes]
+    return max(bench.speedup(c) for c in everything if c not in over.unfit)
+
+
+# --- what is found
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.5, 0.8])
+def test_the_best_is_as_fast_as_any_that_there_is(ratio):
+    bench = Bench(budget_s=3000, ratio=ratio)
+    over = space()
+    found = searched(bench, over)
+    assert bench.speedup(found.best.candidate) >= 0.97 * fastest(bench, over)
+
+
+def test_hardly_any_acceptance_asks_for_the_shortest_chain():
+    assert searched(Bench(ratio=0.05), space()).best.candidate.shape == Shape(1, 1, 2)
+
+
+def test_a_setting_that_helps_is_in_the_best_and_one_that_does_not_is_not():
+    effect = {"triton": 1.3, "flashinfer": 0.8, "fa3": 1.1, "no prefill graphs": 0.9}
+    found = searched(Bench(3000, effect=effect), space(device=Device((9, 0), True)))
+    assert [option.name for option in found.best.candidate.options] == ["triton"]
+
+
+def test_settings_that_help_alone_are_tried_together():
+    effect = {"fa3": 1.1, "graphs of 1 request": 1.2, "no prefill graphs": 0.9, "graphs without padding": 0.9}
+    effect |= {"graphs up to 1 request": 1.0, "at most 2 requests": 0.9, "triton": 0.9, "flashinfer": 0.9}
+    found = searched(Bench(3000, effect=effect), space(device=Device((9, 0), True)))
+    assert {option.name for option in found.best.candidate.options} == {"fa3", "graphs of 1 request"}
+
+
+def test_settings_of_one_kind_are_not_tried_together():
+    effect = {"fa3": 1.1, "triton": 1.2}
+    found = searched(Bench(3000, effect=effect), space(device=Device((9, 0), True)))
+    for candidate in found.trials:
+        groups = [option.group for option in candidate.options]
+        assert len(groups) == len(set(groups))
+
+
+def test_the_best_settings_are_compared_with_a_plain_server_that_has_them_too():
+    found = searched(Bench(3000, effect={"triton": 1.3}), space(device=Device((9, 0), True)))
+    alike = Candidate(None, found.best.candidate.options)
+    assert found.trials[alike].last.rung == found.best.last.rung
+    assert found.trials[alike].last.speedup == pytest.approx(1.3)
+
+
+# --- what is always measured
+
+
+def test_the_servers_to_compare_with_are_in_the_first_rung_and_in_the_last():
+    bench = Bench(3000)
+    over = space(num_steps=4, num_draft_tokens=5)
+    found = searched(bench, over)
+    assert set(over.rows) == {"automatic", "5/4/8", "3/1/4", "current"}
+    for candidate in over.rows.values():
+        assert {found.trials[candidate].results[0].rung, found.trials[candidate].last.rung} == {0, found.best.last.rung}
+
+
+def test_the_automatic_choice_stands_for_the_shape_that_it_makes():
+    over = space()
+    assert over.rows["automatic"] is over.rows["5/4/8"]
+    assert over.rows["automatic"].is_automatic
+    other = space(architecture="Qwen3ForCausalLM")
+    assert other.rows["automatic"] is other.rows["3/1/4"] is other.rows["current"]
+    assert other.rows["automatic"].shape == Shape(3, 1, 4)
+
+
+def test_more_steps_than_trained_are_compared_with_and_never_chosen():
+    bench = Bench(3000, ratio=0.95)
+    over = space(trained=3)
+    found = searched(bench, over)
+    assert found.trials[over.rows["5/4/8"]].last.speedup > found.best.last.speedup
+    assert found.best.candidate.shape.steps <= 3
+    assert all(c.shape.steps <= 3 for c in found.trials if c.shape and c not in over.required)
+    assert any("train_draft.ttt_length" in note and "5/4/8" in note for note in over.notes)
+
+
+# --- what is left out
+
+
+def test_what_the_model_rules_out_is_not_started_and_the_numbers_say_why():
+    bench = Bench(3000, ratio=0.3)
+    found = searched(bench, space())
+    started = {candidate for _, _, batch in bench.asked for candidate in batch}
+    ruled_out = {c: t.pruned for c, t in found.trials.items() if t.pruned}
+    assert ruled_out
+    assert started.isdisjoint(ruled_out)
+    best = max(bench.speedup(c) for c in started)
+    assert all(bench.speedup(c) < best for c in ruled_out)
+    assert "times the plain server in decoding" in next(iter(ruled_out.values()))
+
+
+def test_a_server_that_does_not_start_is_dropped_and_the_search_goes_on():
+    bench = Bench(3000, broken=lambda c: c.shape is not None and c.shape.topk > 1)
+    over = space()
+    found = searched(bench, over)
+    assert found.trials[over.rows["5/4/8"]].failed == "refused"
+    assert found.best.candidate.shape.topk == 1
+    tried = [c for _, _, batch in bench.asked for c in batch if c == over.rows["5/4/8"]]
+    assert len(tried) == 1
+
+
+def test_where_every_server_fails_there_is_no_best():
+    found = searched(Bench(broken=lambda c: True), space())
+    assert found.best is None
+
+
+# --- time
+
+
+@pytest.mark.parametrize("budget", [30, 60, 90, 150, 360, 1000])
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("capacity", [1, 2, 5])
+def test_the_search_ends_within_its_budget_with_a_result(budget, together, capacity):
+    bench = Bench(budget, capacity, together, start_s=10.0)
+    found = searched(bench, space(device=Device((9, 0), True)))
+    assert found.best is not None
+    assert bench.clock <= budget
+
+
+def test_a_budget_of_one_start_measures_the_current_server():
+    bench = Bench(25, starts_together=False, capacity=2, start_s=10.0)
+    over = space()
+    found = searched(bench, over)
+    assert found.best.candidate == over.rows["current"]
+
+
+def test_more_time_asks_more_questions():
+    short, long = Bench(200), Bench(2000)
+    searched(short, space())
+    searched(long, space())
+    assert short.asked[-1][1] < long.asked[-1][1] == 64
+
+
+def test_each_rung_has_fewer_candidates_and_more_questions():
+    bench = Bench(3000, effect={"triton": 1.1}, capacity=40)
+    searched(bench, space(device=Device((9, 0), True)))
+    halving = [(questions, len(batch)) for rung, questions, batch in bench.asked if rung]
+    assert [questions for questions, _ in halving[:3]] == [8, 16, 32]
+    assert sorted((count for _, count in halving[:3]), reverse=True) == [count for _, count in halving[:3]]
+
+
+def test_servers_that_run_are_asked_again_before_others_are_started():
+    bench = Bench(3000, capacity=8)
+    searched(bench, space())
+    starts = bench.clock
+    again = Bench(3000, capacity=8, start_s=0.0)
+    searched(again, space())
+    assert starts - again.clock < 20.0 * len(bench.asked)
+
+
+def test_what_was_measured_when_the_budget_was_cut_counts():
+    bench = Bench(cut_after=1)
+    found = searched(bench, space())
+    assert found.best is not None
+    assert found.ended == "The budget ended in rung 0: what was asked by then counts."
+
+
+def test_the_plain_server_is_no_candidate():
+    found = searched(Bench(), space())
+    assert PLAIN not in found.trials
