@@ -81,7 +81,7 @@ def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> I
         if (one.draft, one.name, one.load.temperature) != (OURS, of_set, 0):
             continue
         requests = one.load.concurrency
-        sentences = advice(
+        verdict, *further = advice(
             one.acceptance.accept_length,
             one.acceptance.survival(serve.num_steps),
             serve.num_steps,
@@ -90,9 +90,10 @@ def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> I
             draft_step_share=measured_step_share(requests, serve.num_steps, serve.eagle_topk),
             scaling=scaling,
         )
-        fresh = [sentence for sentence in sentences if sentence not in said]
-        said.update(sentences)
-        yield f"{'1 request at a time' if requests == 1 else f'{requests} requests at once'}: {' '.join(fresh)}"
+        fresh = [sentence for sentence in further if sentence not in said]
+        said.update(further)
+        users = "1 request at a time" if requests == 1 else f"{requests} requests at once"
+        yield f"{users}: {' '.join([verdict, *fresh])}"
 
 
 def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict:
