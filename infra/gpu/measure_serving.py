@@ -20,9 +20,11 @@ from pathlib import Path
 
 import yaml
 
+from infra.gpu.served_acceptance import read_sets
 from tasks.common.draft_files import DraftFiles
 from tasks.common.files import REPORTS, read_json, write_atomically, write_json
 from tasks.common.params import PARAMS, Params
+from tasks.common.responses import RESPONSES, Response
 from tasks.common.speculative_plan import EXPORT
 from tasks.common.target import TARGET
 from tasks.common.versions import VERSIONS, result_versions
@@ -43,7 +45,7 @@ def main() -> None:
     commands = {
         "tune": ["tasks.tune_server", "--minutes", str(args.tune_minutes), "--concurrency", "1"],
         "profile": ["tasks.profile_server", "--requests", *map(str, args.requests)],
-        "benchmark": ["tasks.benchmark"],
+        "benchmark": ["infra.gpu.untracked", "tasks.benchmark"],
         "cross_check": ["tasks.benchmark.cross_check"],
     }
     took = read_json(SECONDS) if SECONDS.exists() else {}
@@ -110,10 +112,23 @@ def _make_project(args: argparse.Namespace) -> None:
         }
     )
     prepare_target(params.target, TARGET)
+    _write_heldout(params)
     shutil.copytree(args.draft, EXPORT, dirs_exist_ok=True)
     write_json(REPORTS / "train_draft.json", {"predicted_accept_length": args.predicted})
     write_json(VERSIONS, result_versions())
     write_atomically(PARAMS, yaml.safe_dump(params.model_dump(mode="json"), sort_keys=False).encode())
+
+
+def _write_heldout(params: Params) -> None:
+    """The questions of all sets in turn, where tuner and profiler look for the run's held-out prompts."""
+    sets = read_sets(Path(next(iter(params.benchmark.sets.values()))).parent, None)
+    rows = [
+        Response(f"{name}-{number}", name, [], token_ids, [], "", "length").to_row()
+        for name, questions in sets.items()
+        for number, token_ids in enumerate(questions)
+    ]
+    (RESPONSES / "heldout.jsonl").parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(RESPONSES / "heldout.jsonl", "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def _serve(tuned: dict) -> None:

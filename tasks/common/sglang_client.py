@@ -228,7 +228,7 @@ class SGLangClient:
 
         try:
             yield
-        except requests.ConnectionError as error:
+        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError) as error:
             raise DraftlineError(f"{self.url}{path}: no answer: {_cause(error)}{self._diagnosis()}") from None
         except requests.Timeout:
             raise DraftlineError(
