@@ -142,7 +142,8 @@ def _fewer_steps(
             "number of requests (`python -m tasks.tune_server` and `python -m tasks.profile_server` do)."
         )
     promised = [
-        (accept_length_at(survival, fewer), break_even * (1 - draft_step_share * (steps - fewer)), fewer)
+        # A round holds a forward of the target, as a plain step does.
+        (accept_length_at(survival, fewer), max(1.0, break_even * (1 - draft_step_share * (steps - fewer))), fewer)
         for fewer in range(1, steps)
     ]
     reached, needed, fewer = max(promised, key=lambda one: one[0] / one[1])

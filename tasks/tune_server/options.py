@@ -132,7 +132,7 @@ def _batch_limits(params: Params, concurrency: int) -> Iterator[Option]:
     """From the requests that must run at once upwards: fewer slots are less to prepare in a step."""
     least = max(concurrency, *params.benchmark.concurrency)
     for limit in sorted({least, 2 * least} - {params.serve.max_running_requests}):
-        yield Option(f"at most {limit} requests", BATCH, max_running_requests=limit)
+        yield Option(f"at most {limit} request{'s' * (limit > 1)}", BATCH, max_running_requests=limit)
 
 
 def _all_reduce(params: Params, device: Device) -> Iterator[Option]:

@@ -37,7 +37,11 @@ class Prediction:
         """Decoding speed over the plain server's at best; None while two lengths of chains were not measured."""
         if self.round_time is None:
             return None
-        return predicted_speedup(self.accept_length(shape), self.round_time.at(shape.steps), 1.0)
+        return predicted_speedup(self.accept_length(shape), self.round_steps(shape), 1.0)
+
+    def round_steps(self, shape: Shape) -> float:
+        """Plain steps that a round takes at least; it holds a forward of the target, as a plain step does."""
+        return max(1.0, self.round_time.at(shape.steps))
 
     def accept_length(self, shape: Shape) -> float:
         """At best."""
@@ -59,9 +63,9 @@ class Prediction:
             return self.speedup(shape) or 0.0
         nearest = min(trees, key=lambda known: (abs(known.topk - shape.topk), abs(known.steps - shape.steps), known))
         result = self.measured[nearest]
-        dearer = result.break_even / self.round_time.at(nearest.steps)
+        dearer = result.break_even / self.round_steps(nearest)
         reached = accept_length_at(prolonged(result.survival[: nearest.steps], shape.steps), shape.steps)
-        return predicted_speedup(reached, self.round_time.at(shape.steps) * dearer, 1.0)
+        return predicted_speedup(reached, self.round_steps(shape) * dearer, 1.0)
 
     def ruled_out(self, candidate: Candidate) -> str | None:
         """Why it cannot be the best; None where it may be."""
@@ -73,6 +77,6 @@ class Prediction:
             return None
         return (
             f"at best {bound:.2f} times the plain server in decoding (acceptance length {self.accept_length(candidate.shape):.2f} at "
-            f"best, {self.round_time.at(candidate.shape.steps):.2f} plain steps a round), and {best} was measured at "
+            f"best, {self.round_steps(candidate.shape):.2f} plain steps a round), and {best} was measured at "
             f"{result.decoding_speedup:.2f}"
         )

@@ -177,11 +177,19 @@ class Search:
         alike = [Candidate(None, best.options)] if best.options else []
         compared = list(dict.fromkeys([best, *self.space.required, *alike, *others[:1]]))
         compared = [candidate for candidate in compared if not self._trial(candidate).failed]
-        questions = _MOST_TIMES * self._few
-        while questions > self._few and not self._fits(compared, questions, 1.0):
-            questions //= 2
         self._rung += 1
-        self._measure_all(compared, questions, 1.0)
+        self._measure_all(compared, self._affordable(compared) or self._few, 1.0)
+        # What is left of the budget goes to those that run.
+        while questions := self._affordable(again := [c for c in compared if c in self._bench.running]):
+            if not again or questions <= self.trials[again[0]].last.questions:
+                return
+            self._rung += 1
+            self._measure_all(again, questions, 1.0)
+
+    def _affordable(self, candidates: Sequence[Candidate]) -> int:
+        """The most questions that there is time to ask of all of them; 0 where not even the least."""
+        asked = (times * self._few for times in (16, 8, 4, 2, 1))
+        return next((questions for questions in asked if self._fits(candidates, questions, 1.0)), 0)
 
     # --- measuring
 
@@ -208,10 +216,9 @@ class Search:
         return max(1, self._bench.capacity - 1)
 
     def _fits(self, candidates: Sequence[Candidate], questions: int, share: float) -> bool:
-        plain = [PLAIN] * math.ceil(len(candidates) / self._room)  # asked in each batch, and started where it made room
-        starting = [candidate for candidate in candidates if candidate not in self._bench.running]
-        starting += plain if self._bench.capacity == 1 else {PLAIN}.difference(self._bench.running)
-        needed = self._costs.batch(len(starting), (*plain, *candidates), questions)
+        plain = [PLAIN] * math.ceil(len(candidates) / self._room)  # asked in each batch
+        starting = sum(candidate not in self._bench.running for candidate in (PLAIN, *candidates))
+        needed = self._costs.batch(starting, (*plain, *candidates), questions)
         return needed <= self._bench.remaining() - (1 - share) * self._budget
 
     def _measure(self, batch: Sequence[Candidate], questions: int) -> None:

@@ -101,6 +101,11 @@ def test_fewer_steps_that_cost_as_much_are_not_advised():
     )
 
 
+def test_no_round_is_shorter_than_a_plain_step():
+    said = advice(2.2, SURVIVAL, 5, 2.6, draft_step_share=0.2)
+    assert said[1].startswith("2 draft steps instead of 5 would need 1.04") or "would need 1.00" in said[1]
+
+
 def test_without_the_time_of_a_step_nothing_is_promised():
     (_, said, _) = advice(2.2, SURVIVAL, 5, 2.6)
     assert "not known" in said and "tasks.tune_server" in said

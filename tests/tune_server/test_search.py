@@ -1,5 +1,7 @@
 """The search over a law of speeds: what it starts, what it leaves, when it ends, and what it finds."""
 
+from dataclasses import replace
+
 import pytest
 
 from tasks.common.params import Params
@@ -75,6 +77,31 @@ def test_the_best_settings_are_compared_with_a_plain_server_that_has_them_too():
     alike = Candidate(None, found.best.candidate.options)
     assert found.trials[alike].last.rung == found.best.last.rung
     assert found.trials[alike].last.speedup == pytest.approx(1.3)
+
+
+def test_a_backend_that_refuses_trees_is_not_tried_with_one():
+    found = searched(Bench(3000, ratio=0.5), space(device=Device((10, 0), True)))
+    assert found.best.candidate.shape.topk > 1
+    assert not any(option.chains_only for candidate in found.trials for option in candidate.options)
+
+
+def test_a_plain_server_that_gains_more_is_still_no_plan_for_the_draft():
+    found = searched(Bench(3000, ratio=0.05, effect={"triton": 3.0}), space(device=Device((9, 0), True)))
+    alike = found.trials[Candidate(None, found.best.candidate.options)]
+    assert alike.last.speedup > found.best.last.speedup
+    assert found.best.candidate.shape == Shape(1, 1, 2)
+
+
+def test_later_rungs_count_more_than_a_minute_in_which_all_was_faster():
+    class Slowing(Bench):
+        def _result(self, candidate, questions, rung):
+            found = super()._result(candidate, questions, rung)
+            return replace(found, ratios=tuple(ratio * 0.5**rung for ratio in found.ratios))
+
+    bench = Slowing(3000)
+    found = searched(bench, space())
+    assert found.best.last.rung == max(trial.last.rung for trial in found.trials.values() if trial.last)
+    assert bench.speedup(found.best.candidate) >= 0.97 * fastest(bench, space())
 
 
 # --- what is always measured
@@ -156,6 +183,39 @@ def test_a_budget_of_one_start_measures_the_current_server():
     over = space()
     found = searched(bench, over)
     assert found.best.candidate == over.rows["current"]
+
+
+def test_the_first_rung_leaves_time_to_compare_the_best_again():
+    bench = Bench(400, capacity=2, start_s=30.0)
+    over = space()
+    found = searched(bench, over)
+    assert {found.trials[candidate].last.rung for candidate in over.rows.values()} != {0}
+    assert found.best.last.rung > 0
+
+
+def test_the_most_promising_shapes_are_started_first():
+    over = space()
+    search = searched(Bench(cut_after=2, capacity=6), over)
+    speeds = [search.prediction.likely(candidate) for candidate in search._not_ruled_out(over.shapes)]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[0] > speeds[-1]
+
+
+def test_of_a_batch_the_first_is_always_one_and_others_that_run_come_before_those_that_do_not():
+    bench, over = Bench(3000, capacity=3), space()
+    search = Search(over, bench)
+    first, idle, runs = over.shapes[:3]
+    bench.measure([runs], 4, 0, [])
+    search._costs.started(2, 20.0)
+    search._costs.answered(PLAIN, 0.1)
+    assert search._next_batch([first, idle, runs], 4, 1.0) == [first, runs]
+
+
+def test_what_is_left_at_the_end_asks_more_of_those_that_run():
+    bench = Bench(1000, capacity=5, start_s=150.0)
+    searched(bench, space())
+    *_, (_, fewer, _), (_, most, _) = bench.asked
+    assert fewer < most == 64
 
 
 def test_more_time_asks_more_questions():
