@@ -106,6 +106,7 @@ def save(figure, axes, path: Path, title: str, about: str) -> Plot:
     above = axes.annotate(
         about, (0, 1), xytext=(0, 11), xycoords="axes fraction", textcoords="offset points", color=_SOFT
     )
+    above.set_in_layout(False)  # the title keeps the room; a long line must not make the axes narrow
     # No version and no date in the files: the same numbers give the same bytes.
     figure.savefig(path, dpi=160, metadata={"Software": None})
     axes.set_title("", loc="left")
@@ -124,7 +125,6 @@ def _inline(svg: str, name: str) -> str:
     svg = svg[svg.index("<svg") :]
     box = re.search(r'viewBox="[^"]+"', svg).group()
     svg = re.sub(r"<svg[^>]*>", f'<svg {box} aria-hidden="true">', svg, count=1)
-    svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     for colour, variable in COLOURS.items():
         svg = svg.replace(colour, f"var(--{variable})")

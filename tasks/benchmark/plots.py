@@ -160,7 +160,7 @@ def plot_throughput(report: dict, folder: Path = PLOTS) -> Plot:
         axes,
         folder / "throughput.png",
         f"{report['speedup']:.2f} times the plain server (95 %: {low:.2f} to {high:.2f})",
-        f"Tokens per second, {requests(concurrency)}; whiskers from slowest to fastest repeat",
+        f"Tokens per second, {requests(concurrency)}; whiskers span the repeats",
     )
 
 

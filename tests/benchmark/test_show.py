@@ -19,7 +19,10 @@ def said(capsys):
 
 def test_a_hundred_columns_hold_every_line_whole(said):
     lines = said(
-        planted_report(sets=("mt_bench", "humaneval", "a-very-long-name"), drafts=("a-draft-with-a-long-name",))
+        planted_report(
+            sets=("mt_bench", "humaneval", "a-very-long-name-of-a-set-of-questions"),
+            drafts=("a-draft-with-a-long-name",),
+        )
     )
     assert max(map(len, lines)) <= 100
     assert not [line for line in lines if "…" in line and "a-very-long-n…" not in line]
