@@ -33,7 +33,11 @@ def summarise(measured: Measured, arms: Sequence[Arm], params: Params, predicted
     parted = next((pair for pair in pairs if pair.first_difference is not None), None)
     return {
         "speculative": acceptance_and_speed(pairs, steps)
-        | {"verify_rounds": acceptance.rounds, "correct_drafts": acceptance.correct},
+        | {
+            "tokens_per_s": round(speed(ours.drafted), 2),  # of all users, as the plain server's
+            "verify_rounds": acceptance.rounds,
+            "correct_drafts": acceptance.correct,
+        },
         "baseline": {"tokens_per_s": round(speed(ours.baseline), 2)},
         "speedup": round(ours.speedup, 3),
         "speedup_interval": rounded(ours.speedup_interval),
@@ -99,6 +103,7 @@ def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> I
 def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict:
     asked = params.benchmark
     return {
+        "target": params.target.model,
         "engine": "sglang",
         "version": version("sglang"),
         "steps": params.serve.num_steps,

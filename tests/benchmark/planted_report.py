@@ -69,6 +69,7 @@ def planted_report(
             "Whether more data would raise the acceptance length needs a scaling fit; reports/ holds none.",
         ],
         "settings": {
+            "target": "builtin",
             "engine": "sglang",
             "version": "0.5.23",
             "steps": 3,

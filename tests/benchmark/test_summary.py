@@ -67,6 +67,17 @@ def test_the_headline_is_our_draft_at_the_lowest_concurrency():
     assert rows == [("speculative", 1, 2.0), ("speculative", 4, 0.5), ("theirs", 1, 0.5)]
 
 
+def test_above_one_request_at_a_time_both_servers_speeds_are_those_of_all_users():
+    of = load(4, concurrency=2)
+    passes = [
+        made(arm, of, [answer] * 4, repeat, seconds=seconds)
+        for repeat in range(3)
+        for arm, answer, seconds in (("baseline", PLAIN, 4.0), ("speculative", DRAFTED, 2.0))
+    ]
+    found = report(passes, concurrency=(2,))
+    assert (found["speculative"]["tokens_per_s"], found["baseline"]["tokens_per_s"], found["speedup"]) == (20, 10, 2)
+
+
 def test_advice_is_given_for_each_concurrency_and_says_nothing_twice():
     first, second = report(both(load(2)) + both(load(2, concurrency=4)), concurrency=(1, 4))["advice"]
     assert first.startswith("1 request at a time: You need 1.25, you have 2.50: the draft pays, decoding is 2.00 times")
