@@ -179,9 +179,11 @@ class Search:
         compared = [candidate for candidate in compared if not self._trial(candidate).failed]
         self._rung += 1
         self._measure_all(compared, self._affordable(compared) or self._few, 1.0)
-        # What is left of the budget goes to those that run.
-        while questions := self._affordable(again := [c for c in compared if c in self._bench.running]):
-            if not again or questions <= self.trials[again[0]].last.questions:
+        # What is left of the budget goes to those that run, as long as the best is one of them.
+        while (best := self._ranked()[0]) in self._bench.running:
+            again = [best, *(c for c in compared if c in self._bench.running and c != best)]
+            questions = self._affordable(again)
+            if questions <= self.trials[best].last.questions:
                 return
             self._rung += 1
             self._measure_all(again, questions, 1.0)

@@ -103,7 +103,8 @@ def test_fewer_steps_that_cost_as_much_are_not_advised():
 
 def test_no_round_is_shorter_than_a_plain_step():
     said = advice(2.2, SURVIVAL, 5, 2.6, draft_step_share=0.2)
-    assert said[1].startswith("2 draft steps instead of 5 would need 1.04") or "would need 1.00" in said[1]
+    assert said[1].startswith("2 draft steps instead of 5 would need 1.04 and reach 1.90")
+    assert "2 draft steps instead of 5 would need 1.00 and" in advice(2.2, SURVIVAL, 5, 2.0, draft_step_share=0.2)[1]
 
 
 def test_without_the_time_of_a_step_nothing_is_promised():
@@ -148,6 +149,7 @@ def test_the_share_of_a_step_is_the_tuners_where_it_measured_this_number_of_requ
     (tmp_path / "profile.json").write_text(json.dumps(profiled([{"part": "draft", "host_share": 0.5}], 2)))
     assert measured_step_share(4, 3, 1, tmp_path) == pytest.approx(0.125)
     assert measured_step_share(1, 3, 1, tmp_path) is None
+    assert measured_step_share(4, 3, 4, tmp_path) is None  # of a tree the line through chains says nothing
 
 
 def test_else_it_is_what_the_profile_says_of_the_drafts_own_passes(tmp_path):

@@ -69,11 +69,13 @@ def test_a_server_that_never_speculated_is_dropped_and_says_so():
     assert "no speculation ran at all" in found.failed[DRAFTED]
 
 
-def test_a_repeat_that_was_cut_counts_for_neither():
+@pytest.mark.parametrize(("of_plain", "of_drafted"), [(2, 1), (1, 2)])
+def test_a_repeat_that_was_cut_counts_for_neither(of_plain, of_drafted):
     asked = _Asked(LOAD)
-    for repeat in range(2):
+    for repeat in range(of_plain):
         asked.add(made(repeat, 0.9), PLAIN)
-    asked.add(made(0, 0.6, ROUNDS), DRAFTED)
+    for repeat in range(of_drafted):
+        asked.add(made(repeat, 0.6, ROUNDS), DRAFTED)
     assert len(asked.measured([DRAFTED], 0).results[DRAFTED].ratios) == 1
 
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.tune_server.candidates import Candidate, Shape
+from tasks.tune_server.candidates import Candidate, Option, Shape
 from tasks.tune_server.prediction import Prediction
 from tasks.tune_server.results import Trial
 from tests.tune_server.bench import PLAIN_STEP_S, Bench, round_s
@@ -24,6 +24,29 @@ def test_two_chains_tell_the_speed_of_all(steps):
     shape = Shape.chain(steps)
     found = measured(Shape.chain(3), Shape.chain(5)).speedup(shape)
     assert found == pytest.approx(Bench(ratio=0.5).speedup(Candidate(shape)))
+
+
+def test_acceptance_is_that_of_the_longest_chain_which_says_most():
+    found = measured(Shape.chain(2), Shape.chain(5))
+    trials = [Trial(Candidate(shape), [result]) for shape, result in found.measured.items()]
+    trials[0].results[0] = replace(trials[0].results[0], survival=(0.9, 0.8))
+    assert Prediction(trials).accept_length(Shape.chain(3)) == pytest.approx(1 + 0.5 + 0.25 + 0.125)
+
+
+def test_a_setting_beside_the_numbers_tells_nothing_of_the_numbers_alone():
+    found = measured(Shape.chain(3), Shape.chain(5))
+    trials = [Trial(Candidate(shape), [result]) for shape, result in found.measured.items()]
+    with_setting = Candidate(Shape.chain(5), (Option("triton", "attention backend"),))
+    slower = replace(found.measured[Shape.chain(5)], break_even=100.0)
+    assert Prediction([*trials, Trial(with_setting, [slower])]).round_time == found.round_time
+
+
+def test_no_round_is_predicted_shorter_than_a_plain_step():
+    found = measured(Shape.chain(3), Shape.chain(5))
+    short = replace(found.measured[Shape.chain(3)], break_even=1.1)
+    trials = [Trial(Candidate(shape), [result]) for shape, result in found.measured.items()]
+    trials[0].results[0] = short
+    assert Prediction(trials).speedup(Shape.chain(1)) == pytest.approx(1.5)
 
 
 def test_one_chain_tells_nothing_since_the_time_of_a_step_is_open():

@@ -1,6 +1,7 @@
 """What stands in the reports of a search, and that the profile is a section that params.yaml takes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,16 @@ def test_what_settings_do_for_the_plain_server_too_is_not_the_drafts():
     assert "Its settings make the plain server 1.30 times as fast as well" in verdict(
         search(gpu=Device((9, 0)), effect={"triton": 1.3})
     )
+
+
+@pytest.mark.parametrize(("lowest", "said"), [(0.5, ", within the spread"), (0.999, "")])
+def test_a_best_that_its_spread_does_not_tell_from_the_current_one_is_said_to_be_so(lowest, said):
+    found = search(ratio=0.3)
+    last = found.best.last
+    found.best.results[-1] = replace(last, ratios=(lowest * last.speedup, last.speedup, last.speedup))
+    current = found.trials[found.space.rows["current"]].last
+    assert current.speedup < 0.95 * last.speedup
+    assert verdict(found).endswith(f"With the current parameters it is {current.speedup:.2f} times{said}.")
 
 
 def test_a_best_below_one_is_said_to_beat_nothing():

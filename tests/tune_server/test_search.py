@@ -211,11 +211,23 @@ def test_of_a_batch_the_first_is_always_one_and_others_that_run_come_before_thos
     assert search._next_batch([first, idle, runs], 4, 1.0) == [first, runs]
 
 
-def test_what_is_left_at_the_end_asks_more_of_those_that_run():
-    bench = Bench(1000, capacity=5, start_s=150.0)
-    searched(bench, space())
-    *_, (_, fewer, _), (_, most, _) = bench.asked
-    assert fewer < most == 64
+def test_what_is_left_at_the_end_asks_more_of_those_that_run_where_the_best_is_one():
+    bench = Bench(240, capacity=3, start_s=50.0, starts_together=False)
+    found = searched(bench, space())
+    (*_, (compared, few, _), (_, more, asked_on)) = bench.asked
+    assert few < more
+    assert found.best.last.rung == compared + 1
+    assert found.best.candidate in asked_on
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5])
+def test_whatever_the_budget_the_best_is_the_fastest_of_all_that_were_measured(together, capacity):
+    for budget in range(120, 1000, 40):
+        bench, over = Bench(budget, capacity, together, start_s=50.0), space()
+        found = searched(bench, over)
+        measured = [c for c, trial in found.trials.items() if trial.last and c.shape and c not in over.unfit]
+        assert bench.speedup(found.best.candidate) == max(map(bench.speedup, measured))
 
 
 def test_more_time_asks_more_questions():
