@@ -34,9 +34,11 @@ def write(correct: int = 150, **settings) -> None:
 
 
 def write_sets(correct: dict[str, int], **settings) -> None:
-    """The same for several sets, of 100 rounds each."""
+    """The same for several sets, of 100 rounds each, and all of them pooled."""
     cells = [cell(set=name, **_counts(100, drafts)) for name, drafts in correct.items()]
     counts = _counts(100 * len(correct), sum(correct.values()))
+    if len(correct) > 1:
+        cells.append(cell(set="all", **counts))
     write_benchmark(
         settings={"sets": list(correct)} | settings,
         speculative=pooled(**counts),
@@ -117,6 +119,15 @@ def test_a_set_that_falls_is_named_though_all_together_do_not(judge):
     assert verdict.samples(NO_LOWER) == ["code"]
 
 
+def test_all_questions_and_each_set_are_compared_once():
+    write_sets({"code": 100, "math": 200})
+    accept()
+    assert list(compare(read_json(REPORT), Gates()).table.frame["id"]) == ["all questions", "code", "math"]
+    write(correct=150)
+    accept()
+    assert list(compare(read_json(REPORT), Gates()).table.frame["id"]) == ["all questions"]
+
+
 def test_a_lower_report_that_is_committed_is_the_new_measure(judge):
     write(correct=150)
     accept()
@@ -148,7 +159,8 @@ def test_a_report_that_is_forgotten_is_no_measure(judge):
         ({"max_new_tokens": 256}, "has max_new_tokens 256"),
         ({"dtype": "bfloat16"}, "has dtype bfloat16"),
         ({"temperature": 1.0}, "has temperature 1.0"),
-        ({"prompts": 80}, "has prompts 80"),
+        ({"prompts_sha256": "ab"}, "has prompts_sha256 ab"),
+        ({"target": "another"}, "has target another"),
         ({"sets": ["math", "code"]}, "has sets code, math"),
     ],
 )
