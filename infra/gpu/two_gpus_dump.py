@@ -8,6 +8,7 @@ The same answers each time: text, whose states are compared, and random tokens. 
 import os
 import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -19,6 +20,7 @@ import numpy as np
 from infra.gpu.two_gpus_runs import Found, module_command, run
 from infra.gpu.two_gpus_settings import (
     GPUS,
+    PORT_STEP,
     Settings,
     Sizes,
     over_both,
@@ -47,9 +49,11 @@ class Dump:
     Attributes:
         is_shared: whether two GPUs share each layer.
         processes: ranks under torchrun, each with a server of its own.
+        limit_s: one that hangs leaves those behind it their turn.
     """
 
     name: str
+    limit_s: float
     is_shared: bool = False
     processes: int = 1
 
@@ -58,15 +62,16 @@ class Dump:
         return Path(self.name.replace(" ", "_")).absolute()
 
 
-ALONE = Dump(ONE)
+ALONE = Dump(ONE, 270)
 DUMPS = (
     ALONE,
-    Dump("tensor parallel 2", is_shared=True),
-    Dump("2 replicas", processes=GPUS),
+    Dump("tensor parallel 2", 330, is_shared=True),
+    Dump("2 replicas", 390, processes=GPUS),
 )
 _NOTES = "shards-of-rank-{}.json"
-# None takes the time of those behind it.
-_LONGEST_DUMP_S = 200.0
+_TURN = "turn"
+# Of the longest samples, so many find room in the cache of a server.
+_REQUESTS = 256
 
 
 def measure(settings: Settings, found: Found) -> None:
@@ -74,11 +79,26 @@ def measure(settings: Settings, found: Found) -> None:
     padded = prepare_padded_target(settings)
     contract = target_contract(settings.params(padded).contract)
     _write_answers(settings.sizes, contract)
-    for one in DUMPS:
-        found.attempt(one.name, lambda one=one: _dump(one, settings, padded, found))
+    folders = [_prepare(number, one, settings, padded) for number, one in enumerate(DUMPS)]
+    # Their servers start beside each other, each start takes a minute or two; what is timed is done one after the other.
+    with ThreadPoolExecutor(len(DUMPS)) as pool:
+        running = [
+            pool.submit(
+                run,
+                module_command("infra.gpu.two_gpus_dump", processes=one.processes),
+                folder,
+                folder / "dump.log",
+                min(found.seconds_left, one.limit_s * settings.sizes.patience),
+            )
+            for one, folder in zip(DUMPS, folders, strict=True)
+        ]
+        for one, folder, ended in zip(DUMPS, folders, running, strict=True):
+            (folder / _TURN).touch()
+            found.attempt(one.name, lambda one=one, ended=ended: ended.result() or _figures(one, settings.sizes))
 
 
-def _dump(one: Dump, settings: Settings, padded: Path, found: Found) -> dict[str, Any]:
+def _prepare(number: int, one: Dump, settings: Settings, padded: Path) -> Path:
+    """A folder in which a dump finds its parameters, the target and the answers."""
     sizes, folder = settings.sizes, one.folder
     (folder / ARTIFACTS).mkdir(parents=True)
     for shared in (TARGET, RESPONSES):
@@ -86,13 +106,21 @@ def _dump(one: Dump, settings: Settings, padded: Path, found: Found) -> dict[str
     params = settings.params(
         padded,
         dump={"engine": "sglang", "storage_dtype": sizes.dtype, "shard_tokens": sizes.shard_tokens},
-        serve={"context_length": sizes.longest + 8},
+        serve={
+            "port": settings.port + number * PORT_STEP,
+            "context_length": sizes.longest + 8,
+            "max_total_tokens": _REQUESTS * sizes.longest,
+            # Of the whole GPU, although several share it: max_total_tokens bounds what each takes.
+            "mem_fraction_static": 0.5,
+        },
     )
     write_params(over_both(params) if one.is_shared else params, folder / "params.yaml")
-    seconds = min(found.seconds_left, _LONGEST_DUMP_S * sizes.patience)
-    run(module_command("infra.gpu.two_gpus_dump", processes=one.processes), folder, folder / "dump.log", seconds)
-    by_rank = [read_json(folder / _NOTES.format(rank)) for rank in range(one.processes)]
-    states = HiddenStates(folder / HIDDEN_STATES / "train")
+    return folder
+
+
+def _figures(one: Dump, sizes: Sizes) -> dict[str, Any]:
+    by_rank = [read_json(one.folder / _NOTES.format(rank)) for rank in range(one.processes)]
+    states = HiddenStates(one.folder / HIDDEN_STATES / "train")
     figures = rates(by_rank) | shares(by_rank, states)
     if one is not ALONE:
         figures["against one GPU"] = _against_one(states, sizes.texts)
@@ -177,9 +205,9 @@ def main() -> None:
 
 
 def _meet(rank: int, ranks: int) -> None:
-    """All servers are up and warm before the first is timed; whoever started all this ends it if one does not come."""
+    """It is this dump's turn, and all its servers are up and warm; whoever started all this ends it if one does not come."""
     Path(f"ready-{rank}").touch()
-    while len(list(Path().glob("ready-*"))) < ranks:
+    while len(list(Path().glob("ready-*"))) < ranks or not Path(_TURN).exists():
         time.sleep(0.01)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from infra.gpu.two_gpus_settings import over_both
+from infra.gpu.two_gpus_settings import PORT_STEP, over_both
 from tasks.common.acceptance import pool
 from tasks.common.params import Params
 from tasks.common.server import Server
@@ -18,8 +18,6 @@ from tasks.tune_server.options import ALL_REDUCE, Device, open_options
 
 ONE = "one GPU"
 PLAIN, DRAFT = "plain", "with the draft"
-# SGLang takes its own ports from 100 to 1000 above the one that it listens on.
-PORT_STEP = 1_100
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ class Found:
             value = work()
         except Exception as error:
             value = {"failed": f"{type(error).__name__}: {error}"}
-        self.note(name, value | {"seconds_with_start": round(time.perf_counter() - began, 1)})
+        self.note(name, value | {"seconds": round(time.perf_counter() - began, 1)})
         print(f"{name}: {value}", flush=True)
 
 

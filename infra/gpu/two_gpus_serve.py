@@ -9,9 +9,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from infra.gpu.padded_heads import pad_draft
-from infra.gpu.two_gpus_pairs import ONE, PORT_STEP, Pair, Way, summary, ways
+from infra.gpu.two_gpus_pairs import ONE, Pair, Way, summary, ways
 from infra.gpu.two_gpus_runs import Found
-from infra.gpu.two_gpus_settings import BUILTIN_PROMPTS, GPUS, Settings, Sizes, over_both, prepare_padded_target
+from infra.gpu.two_gpus_settings import (
+    BUILTIN_PROMPTS,
+    GPUS,
+    PORT_STEP,
+    Settings,
+    Sizes,
+    over_both,
+    prepare_padded_target,
+)
 from tasks.collect_prompts.collect import collect_prompts
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError

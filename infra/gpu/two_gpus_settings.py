@@ -16,6 +16,8 @@ from tasks.prepare_target.prepare import prepare_target
 ROOT = Path(__file__).resolve().parents[2]
 BUILTIN_PROMPTS = ROOT / "tasks/collect_prompts/builtin"
 GPUS = 2
+# SGLang takes its own ports from 100 to 1000 above the one that it listens on.
+PORT_STEP = 1_100
 # Text that every checkout has; the target's states over it are what is compared and trained on.
 _TEXTS = ("infra/**/*.md", "tasks/**/*.py", "infra/**/*.py", "tests/**/*.py")
 
@@ -72,8 +74,8 @@ SIZES = {
         # So large that a GPU and not the launching of kernels sets the pace, which is replayed by one process alone.
         batch_tokens=65_536,
         ttt_length=7,
-        steps=160,
-        saved_at=120,
+        steps=120,
+        saved_at=90,
         discard=20,
         context_length=1024,
         answer_tokens=128,

@@ -32,6 +32,7 @@ from tasks.common.target import TARGET, TargetShape, load_causal_lm, load_config
 from tasks.common.target_weights import TargetWeights
 from tasks.export_draft.export import export_config
 from tasks.prepare_target.prepare import prepare_target
+from tests.ports import free_port_pair
 
 DRAFT_VOCAB = 128
 
@@ -258,7 +259,8 @@ def command(monkeypatch, tiny_model_folder, odd_target, tmp_path):
     def measured(part: str) -> dict:
         paths = {"target": odd_target, "draft": draft, "work": tmp_path / "work", "out": tmp_path / "out"}
         flags = [word for name, path in paths.items() for word in (f"--{name}", str(path))]
-        monkeypatch.setattr(sys, "argv", ["", *flags, "--parts", part, "--device", "cpu", "--extra-args", ""])
+        rehearsed = ("--parts", part, "--device", "cpu", "--extra-args", "", "--port", str(free_port_pair()))
+        monkeypatch.setattr(sys, "argv", ["", *flags, *rehearsed])
         monkeypatch.setattr("signal.signal", lambda *_: None)  # pytest's own stay
         measure_two_gpus.main()
         return read_json(tmp_path / "out" / f"{part}.json")
