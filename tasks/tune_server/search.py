@@ -173,17 +173,19 @@ class Search:
 
     def _compare(self) -> None:
         """The best with all that it is to be compared with, in one rung, asked as much as the rest of the budget allows."""
-        best, *others = self._ranked()
+        if not (ranked := self._ranked()):
+            return
+        best, *others = ranked
         alike = [Candidate(None, best.options)] if best.options else []
         compared = list(dict.fromkeys([best, *self.space.required, *alike, *others[:1]]))
         compared = [candidate for candidate in compared if not self._trial(candidate).failed]
         self._rung += 1
         self._measure_all(compared, self._affordable(compared) or self._few, 1.0)
-        # What is left of the budget goes to those that run, as long as the best is one of them.
-        while (best := self._ranked()[0]) in self._bench.running:
-            again = [best, *(c for c in compared if c in self._bench.running and c != best)]
+        # What is left of the budget goes to the best and those that run.
+        while ranked := self._ranked():
+            again = [ranked[0], *(c for c in compared if c in self._bench.running and c != ranked[0])]
             questions = self._affordable(again)
-            if questions <= self.trials[best].last.questions:
+            if questions <= self.trials[ranked[0]].last.questions:
                 return
             self._rung += 1
             self._measure_all(again, questions, 1.0)

@@ -160,6 +160,14 @@ def test_a_server_that_does_not_start_is_dropped_and_the_search_goes_on():
     assert len(tried) == 1
 
 
+@pytest.mark.parametrize("batches", [1, 2, 3, 4, 5, 6])
+def test_servers_that_all_die_after_a_while_end_the_search(batches):
+    bench = Bench(3000, broken=lambda c: len(bench.asked) > batches)
+    found = searched(bench, space())
+    assert found.ended.startswith("Done")
+    assert found.best is None or not found.best.failed
+
+
 def test_where_every_server_fails_there_is_no_best():
     found = searched(Bench(broken=lambda c: True), space())
     assert found.best is None
