@@ -13,6 +13,8 @@ SETTINGS = {
     "draft_tokens": 4,
     "temperature": 0.0,
     "prompts": 2,
+    "prompts_sha256": "0" * 64,
+    "target": "builtin",
     "sets": ["heldout"],
     "max_new_tokens": 48,
     "repeats": 3,

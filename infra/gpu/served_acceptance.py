@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from infra.gpu.served_training import CHAINS, EXPORTS, TRAINED
-from tasks.common.conversations import read_folder
 from tasks.common.acceptance import pool
+from tasks.common.conversations import read_folder
 from tasks.common.errors import DraftlineError
 from tasks.common.files import write_json
 from tasks.common.params import Params

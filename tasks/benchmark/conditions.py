@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tasks.common.errors import DraftlineError
+from tasks.common.server_plan import Setting
 from tasks.common.traffic import Load
 
 # What makes a server this one and no other, and what speculation is; all else must be equal.
@@ -36,10 +37,31 @@ def shown(info: dict[str, Any]) -> dict[str, Any]:
     return {name: info[name] for name in _SHOWN if name in info}
 
 
-def require_equal_conditions(infos: dict[str, dict[str, Any]], loads: Sequence[Load]) -> None:
+def require_equal_environments(environments: dict[str, tuple[Setting, ...]]) -> None:
+    """What a server does not say of itself: variables such as OMP_NUM_THREADS slow it down unseen.
+
+    Args:
+        environments: of the plans by arm, the plain server's first.
+
+    Raises:
+        DraftlineError: one differs.
+    """
+    (plain, reference), *others = ((name, {s.name: s.values for s in found}) for name, found in environments.items())
+    for name, environment in others:
+        if differing := [
+            variable for variable in reference | environment if reference.get(variable) != environment.get(variable)
+        ]:
+            raise DraftlineError(
+                f"the {name} server does not run under the same conditions as the {plain} server: {', '.join(differing)} of the "
+                f"environment differ. serve.environment goes to both."
+            )
+
+
+def require_equal_conditions(infos: dict[str, dict[str, Any]], loads: Sequence[Load], draft_tokens: int) -> None:
     """
     Args:
         infos: /server_info by arm, the plain server's first.
+        draft_tokens: that a round holds beside a request's own tokens.
 
     Raises:
         DraftlineError: a setting differs between the plain server and another, or a cache is too small for the load.
@@ -54,11 +76,12 @@ def require_equal_conditions(infos: dict[str, dict[str, Any]], loads: Sequence[L
                 f"to both); where SGLang changes one on its own once it speculates, set it there."
             )
     most = max(loads, key=lambda load: load.most_tokens)
+    needed = most.most_tokens + most.concurrency * draft_tokens
     for name, info in infos.items():
-        if (room := info.get(_POOL)) is not None and room < most.most_tokens:
+        if (room := info.get(_POOL)) is not None and room < needed:
             raise DraftlineError(
                 f"the {name} server's KV cache holds {room} tokens, and {most.concurrency} requests at once of {most.name} can "
-                f"come to hold {most.most_tokens}: some would wait, and not in every server alike. Raise serve.max_total_tokens "
+                f"come to hold {needed}: some would wait, and not in every server alike. Raise serve.max_total_tokens "
                 f"or serve.mem_fraction_static, or lower benchmark.concurrency."
             )
 

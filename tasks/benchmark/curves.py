@@ -67,6 +67,7 @@ def plot_speedup(report: dict, folder: Path = PLOTS) -> Plot:
 def plot_latency(report: dict, folder: Path = PLOTS) -> Plot:
     """A line a server, a point a concurrency: to the right more tokens for all, below less waiting for each."""
     drafts = by_draft(report)
+    drafts = {draft: [c for c in cells if c["inter_token_ms"]["p50"]] for draft, cells in drafts.items()}
     arms = {draft: [_point(c, "tokens_per_s", "inter_token_ms") for c in cells] for draft, cells in drafts.items()}
     arms[BASELINE] = [_point(c, "baseline_tokens_per_s", "baseline_inter_token_ms") for c in drafts[OURS]]
     write_csv(

@@ -83,10 +83,18 @@ class Comparison:
     def break_even(self) -> float:
         """The acceptance length at which speculation costs as much as it saves: time of a round over time of a plain token.
 
-        Both as a request waits for them, prefill included.
+        Of streamed answers from their first piece on: prefill is the same with and without a draft, and would draw the figure
+        towards the acceptance length reached. Where every answer came in one piece, all of the waiting.
         """
-        waited = sum(one.waited_seconds for one in self.drafted) / self.acceptance.rounds
-        return waited * sum(one.tokens for one in self.baseline) / sum(one.waited_seconds for one in self.baseline)
+        rounds, seconds = _decoding(self.drafted, lambda answer: answer.verify_rounds)
+        tokens, plain_seconds = _decoding(self.baseline, lambda answer: len(answer.output_ids) - 1)
+        if not rounds or not tokens:
+            rounds, seconds = self.acceptance.rounds, sum(one.waited_seconds for one in self.drafted)
+            tokens, plain_seconds = (
+                sum(one.tokens for one in self.baseline),
+                sum(one.waited_seconds for one in self.baseline),
+            )
+        return seconds / rounds * tokens / plain_seconds
 
     @property
     def agreement(self) -> float:
@@ -174,6 +182,16 @@ def pair_speed(pairs: Iterable[Pair], arm: str) -> float:
 
 def pair_speedup(pairs: Sequence[Pair]) -> float:
     return pair_speed(pairs, "speculative") / pair_speed(pairs, "baseline")
+
+
+def _decoding(passes: Iterable[Pass], steps_of: Callable[[Completion], int]) -> tuple[float, float]:
+    """(steps, seconds) of the streamed answers behind their first piece; what that holds beyond the prefill's token is left out."""
+    steps = seconds = 0.0
+    for answer in (answer for one in passes for answer in one.answers if len(answer.pieces) > 1):
+        (began, first), (ended, last) = answer.pieces[0], answer.pieces[-1]
+        steps += steps_of(answer) * (last - first) / (last - 1)
+        seconds += ended - began
+    return steps, seconds
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

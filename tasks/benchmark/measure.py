@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tasks.benchmark.arms import Arm
-from tasks.benchmark.conditions import require_equal_conditions
+from tasks.benchmark.conditions import require_equal_conditions, require_equal_environments
 from tasks.common.params import Benchmark, Params
 from tasks.common.progress import progress
 from tasks.common.server import Server, running
 from tasks.common.server_memory import fit_together
 from tasks.common.sglang_client import Completion
-from tasks.common.traffic import Load, Pass, run_load
+from tasks.common.traffic import Load, Pass, ask, run_load
 
 # An arm and the server that runs for it.
 _Running = tuple[Arm, Server]
@@ -31,23 +31,26 @@ class Measured:
     side_by_side: bool
 
 
-def measure(arms: Sequence[Arm], loads: Sequence[Load], params: Params, keep: Callable[[list[Pass]], None]) -> Measured:
+def measure(
+    arms: Sequence[Arm], loads: Sequence[Load], params: Params, keep: Callable[[list[Pass]], object]
+) -> Measured:
     """Pass `benchmark.repeats` times over every load with every server.
 
     Side by side they are asked in turn, so that a slow minute of the machine slows all: question by question where one
     request runs at a time, else pass by pass. Who goes first alternates.
 
     Args:
-        keep: called with all passes so far whenever a load was asked of all.
+        keep: called with the passes of a load when it was asked of all servers that run.
 
     Raises:
         DraftlineError: a server does not start, dies or hangs, or the servers do not run under the same conditions.
     """
     side_by_side = fit_together([arm.plan for arm in arms], params)
+    require_equal_environments({arm.name: arm.plan.environment for arm in arms})
     passes, infos = [], {}
     groups = [list(arms)] if side_by_side else [[arm] for arm in arms]
     asked = params.benchmark
-    warm = [_warm_up(load, asked) for load in _one_a_concurrency(loads)]
+    warm = [_warm_up(load, asked) for load in _one_a_kind(loads)]
     answers = sum(
         len(load.questions) for load in [*warm, *loads, *(load for load in loads for _ in range(asked.repeats - 1))]
     )
@@ -56,21 +59,22 @@ def measure(arms: Sequence[Arm], loads: Sequence[Load], params: Params, keep: Ca
             servers = [(arm, Server(arm.plan)) for arm in group]
             with running(*(server for _, server in servers)):
                 infos |= {arm.name: server.server_info() for arm, server in servers}
-                require_equal_conditions(infos, loads)
+                require_equal_conditions(infos, loads, params.serve.num_draft_tokens)
                 for load in warm:
                     for arm, server in servers:
                         run_load(server, load, arm.name, on_answer=bar.update)
                 for repeat in range(asked.repeats):
                     for number, load in enumerate(loads):
                         first = (number + repeat) % 2
-                        passes += _passes(servers if not first else servers[::-1], load, repeat, bar.update)
-                        keep(passes)
+                        made = _passes(servers if not first else servers[::-1], load, repeat, bar.update)
+                        passes += made
+                        keep(made)
     return Measured(tuple(passes), infos, side_by_side)
 
 
-def _one_a_concurrency(loads: Sequence[Load]) -> Iterator[Load]:
-    """The first load of each concurrency: what a server captures or compiles depends on how many requests run."""
-    return iter({load.concurrency: load for load in reversed(loads)}.values())
+def _one_a_kind(loads: Sequence[Load]) -> Iterator[Load]:
+    """A load of each concurrency and temperature: what a server captures or compiles depends on both."""
+    return iter({(load.concurrency, load.temperature): load for load in reversed(loads)}.values())
 
 
 def _warm_up(load: Load, asked: Benchmark) -> Load:
@@ -91,10 +95,10 @@ def _question_by_question(
 ) -> list[Pass]:
     """One request at a time, each question asked of every server before the next one is."""
     answers: dict[str, list[Completion]] = {arm.name: [] for arm, _ in servers}
-    for number, question in enumerate(load.questions):
+    for number in range(len(load.questions)):
         # Nobody always finds the processor's caches as another server left them.
         for arm, server in servers if number % 2 == 0 else reversed(servers):
-            answers[arm.name].append(server.generate(question.token_ids, load.sampling, stream=True))
+            answers[arm.name].append(ask(server, load, number, stream=True))
             on_answer()
     return [
         Pass(name, load, repeat, sum(answer.seconds for answer in given), tuple(given))

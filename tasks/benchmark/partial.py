@@ -1,11 +1,8 @@
-"""What a benchmark has measured so far, kept on disk and marked as incomplete until the whole is there."""
+"""What a benchmark has measured so far, kept on disk and marked as incomplete until its report is written."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.benchmark.arms import Arm
-from tasks.benchmark.rows import cell
-from tasks.benchmark.summary import compared
 from tasks.common.files import REPORTS, write_json
 from tasks.common.params import Params
 from tasks.common.traffic import Pass
@@ -15,29 +12,46 @@ _KILLED = "it still runs, or was killed without a word"
 
 
 class Partial:
-    """Writes the cells measured so far after every load; says why where the benchmark ends early."""
+    """Writes a row a pass after every load, servers apart; says why where the benchmark ends early."""
 
-    def __init__(self, arms: Sequence[Arm], params: Params, path: Path = PARTIAL):
-        self._arms, self._params, self._path = arms, params, path
-        self._passes: list[Pass] = []
+    def __init__(self, params: Params, path: Path = PARTIAL):
+        self._repeats, self._path = params.benchmark.repeats, path
+        self._rows: list[dict] = []
 
     def __enter__(self) -> "Partial":
-        self.remove()
+        self._path.unlink(missing_ok=True)
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        if error and self._passes:
-            self._write(str(error) or type(error).__name__)
+        if error is None:
+            self._path.unlink(missing_ok=True)
+        elif self._rows:
+            self._write(
+                f"ended from outside (exit code {error})"
+                if isinstance(error, SystemExit)
+                else str(error) or repr(error)
+            )
 
     def keep(self, passes: Sequence[Pass]) -> None:
-        self._passes = list(passes)
+        self._rows += [_row(one) for one in passes]
         self._write(_KILLED)
 
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
-
     def _write(self, why: str) -> None:
-        cells = [cell(one, self._params.serve.num_steps) for one in compared(self._passes, self._arms)]
-        write_json(
-            self._path, {"complete": False, "why": why, "repeats": self._params.benchmark.repeats, "cells": cells}
-        )
+        write_json(self._path, {"complete": False, "why": why, "repeats": self._repeats, "passes": self._rows})
+
+
+def _row(one: Pass) -> dict:
+    """Counts and times as they are: a figure is made of all passes or not at all."""
+    return {
+        "arm": one.arm,
+        "set": one.load.name,
+        "concurrency": one.load.concurrency,
+        "temperature": one.load.temperature,
+        "repeat": one.repeat,
+        "requests": len(one.answers),
+        "tokens": one.tokens,
+        "seconds": round(one.seconds, 3),
+        "tokens_per_s": round(one.tokens_per_s, 2),
+        "verify_rounds": sum(answer.verify_rounds for answer in one.answers),
+        "correct_drafts": sum(answer.correct_drafts for answer in one.answers),
+    }

@@ -21,9 +21,13 @@ def loads_of(params: Params) -> list[Load]:
     """
     asked = params.benchmark
     if asked.sets:
-        sets = {name: _read(name, Path(path).expanduser(), params) for name, path in asked.sets.items()}
+        sets = {name: _read(name, path, params) for name, path in asked.sets.items()}
     else:
         heldout = spread_over_domains(list(read_responses(HELDOUT)), asked.num_prompts)
+        if not heldout:
+            raise DraftlineError(
+                "The held-out prompts are none: artifacts/responses/heldout.jsonl is empty. Name benchmark.sets."
+            )
         sets = {HELDOUT: [Question(row.id, row.domain, row.prompt_token_ids) for row in heldout]}
     for name, questions in sets.items():
         _require_room(name, questions, params)
@@ -36,19 +40,36 @@ def loads_of(params: Params) -> list[Load]:
     ]
 
 
-def _read(name: str, path: Path, params: Params) -> list[Question]:
-    """First turns of a file, rendered with the target's template, as many as the largest load asks."""
-    from tasks.common.target import load_tokenizer, render_prompt
+def _read(name: str, path: str, params: Params) -> list[Question]:
+    """Questions of a file, spread over its domains, rendered with the target's template; of several turns the first."""
+    from jinja2 import TemplateError
 
-    tokenizer, questions = load_tokenizer(), []
-    for row in read_file(path, str(path)):
+    from tasks.common.target import control_tokens, load_tokenizer, render_prompt
+
+    tokenizer = load_tokenizer()
+    rows = list(read_file(Path(path), path, splits=False))
+    for row in rows:
         if row.prompt is None:
             raise DraftlineError(
                 f"{path}:{row.line}: no question: {row.reason}. {_where(name)} must hold a question a line."
             )
-        questions.append(Question(row.prompt.id, name, render_prompt(tokenizer, row.prompt.messages)))
-    if not questions:
+    chosen = spread_over_domains([row.prompt for row in rows], params.benchmark.num_prompts)
+    if not chosen:
         raise DraftlineError(f"{path}: holds no question. {_where(name)} names it.")
+    lines, control = {row.prompt.id: row.line for row in rows}, control_tokens(tokenizer)
+    questions = []
+    for prompt in chosen:
+        where = f"{path}:{lines[prompt.id]}"
+        if found := [token for token in control if any(token in message["content"] for message in prompt.messages)]:
+            raise DraftlineError(
+                f"{where}: the text {found[0]!r} would become a control token (D11). Take it out of the question."
+            )
+        try:
+            questions.append(Question(prompt.id, prompt.domain, render_prompt(tokenizer, prompt.messages)))
+        except TemplateError as error:
+            raise DraftlineError(
+                f"{where}: the target's chat template refuses the question: {error}. Leave it out."
+            ) from None
     return questions
 
 

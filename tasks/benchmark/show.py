@@ -88,6 +88,6 @@ def _cells(draft: str, cells: list[dict]):
             number(cell["tokens_per_s"]["median"]),
             number(cell["baseline_tokens_per_s"]["median"]),
             f"{cell['speedup']:.2f} ({low:.2f}-{high:.2f})",
-            f"{ms(latency['p50'])} | {ms(plain['p50'])}" if latency and plain else "-",
+            f"{ms(latency['p50'])} | {ms(plain['p50'])}" if latency["p50"] and plain["p50"] else "-",
         )
     return table

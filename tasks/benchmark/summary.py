@@ -10,7 +10,7 @@ from tasks.benchmark.measure import Measured
 from tasks.benchmark.questions import HELDOUT
 from tasks.benchmark.rows import acceptance_and_speed, by_context, by_domain, cell, rounded
 from tasks.common.break_even import advice, measured_step_share
-from tasks.common.files import REPORTS, read_json
+from tasks.common.files import REPORTS, read_json, sha256_json
 from tasks.common.params import Params
 from tasks.common.traffic import Pass
 
@@ -111,6 +111,7 @@ def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict
         "draft_tokens": params.serve.num_draft_tokens,
         "temperature": 0.0,
         "prompts": len({pair.question.id for pair in pairs}),
+        "prompts_sha256": sha256_json(sorted({pair.question.id for pair in pairs})),
         "sets": list(asked.sets) or [HELDOUT],
         "max_new_tokens": asked.max_new_tokens,
         "repeats": asked.repeats,

@@ -40,7 +40,7 @@ def read_folder(folder: Path) -> Iterator[Row]:
         yield from read_file(path, path.relative_to(folder).as_posix())
 
 
-def read_file(path: Path, name: str) -> Iterator[Row]:
+def read_file(path: Path, name: str, splits: bool = True) -> Iterator[Row]:
     """Yield the rows of one JSONL file.
 
     A row holds `messages` ([{role, content}]), `conversations` ([{from, value}], ShareGPT), `turns` (a list of what a user
@@ -50,12 +50,13 @@ def read_file(path: Path, name: str) -> Iterator[Row]:
 
     Args:
         name: of the file, as rows are to call it.
+        splits: False where all rows belong together, whatever split they name.
 
     Raises:
         DraftlineError: not JSONL, or an unknown split; names file and line.
     """
     for line, row in read_numbered_jsonl(path):
-        split, messages = split_of(row, path, line), _messages_of(row)
+        split, messages = split_of(row, path, line) if splits else "heldout", _messages_of(row)
         label = _first(row, ("id", "question_id"), path.stem)
         domain = _first(row, ("domain", "category"), path.stem)
         if isinstance(messages, str):

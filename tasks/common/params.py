@@ -254,6 +254,9 @@ class Params(Section):
                 f"train_draft.ttt_length is {self.train_draft.ttt_length}, but serve.num_steps drafts "
                 f"{self.serve.num_steps} tokens: the draft would be served beyond the steps it was trained on"
             )
+        last = self.serve.port + 1 + len(self.benchmark.drafts)
+        if last > 65535:
+            raise ValueError(f"serve.port: the servers of the benchmark take the ports up to {last}; lower it")
         most = max(self.benchmark.concurrency)
         if most > self.serve.max_running_requests:
             raise ValueError(

@@ -44,4 +44,4 @@ def _memory(plan: ServerPlan, params: Params, overhead: float) -> float:
 
 
 def _weights(folder: Path) -> list[Path]:
-    return list(folder.glob("*.safetensors"))
+    return [*folder.glob("*.safetensors"), *folder.glob("*.bin")]

@@ -83,12 +83,11 @@ def locate_draft(draft: str, field: str) -> Path:
     Raises:
         DraftlineError: it is neither a folder nor can it be fetched.
     """
-    folder = Path(draft).expanduser()
-    if folder.is_dir():
-        return folder.absolute()
+    if draft and Path(draft).is_dir():
+        return Path(draft).absolute()
     if not _is_hub_id(draft):
         raise DraftlineError(f"{field}: no folder {draft!r}, and it is not a hub id ('organisation/name').")
-    return _fetch(draft, None, _CONFIGS + _WEIGHTS, field)
+    return _fetch(draft, None, [*_CONFIGS, *_WEIGHTS, "*.bin"], field)
 
 
 def _is_hub_id(name: str) -> bool:
@@ -97,11 +96,16 @@ def _is_hub_id(name: str) -> bool:
 
 def _fetch(name: str, revision: str | None, patterns: list[str], field: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+    )
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise DraftlineError(
             f"{field}: {name} (revision {revision or 'newest'}) cannot be fetched: "
             f"{str(error).splitlines()[0]}. Check the id and the network, log in if it is gated, or name a local folder."

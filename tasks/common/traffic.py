@@ -139,7 +139,7 @@ def run_load(
 
     def user(streams: bool) -> None:
         for number in _shared(numbers, lock):
-            answers[number] = server.generate(load.questions[number].token_ids, load.sampling, stream=streams)
+            answers[number] = ask(server, load, number, streams)
             on_answer()
 
     began = perf_counter()
@@ -157,6 +157,13 @@ def run_load(
     seconds = perf_counter() - began
     pool.shutdown()
     return Pass(arm, load, repeat, seconds, tuple(answers))
+
+
+def ask(server: SGLangClient, load: Load, number: int, stream: bool) -> Completion:
+    """Ask one request of a load. A question that is asked over again is computed over again: each request has a prefix cache
+    of its own."""
+    question = load.questions[number]
+    return server.generate(question.token_ids, load.sampling, cache_key=f"request-{number}", stream=stream)
 
 
 def _shared(numbers: Iterator[int], lock: threading.Lock) -> Iterator[int]:

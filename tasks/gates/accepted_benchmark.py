@@ -18,7 +18,17 @@ from tasks.gates.suite import Table, because, show
 
 _REPORT = (REPORTS / "benchmark.json").as_posix()
 # An acceptance length is a figure of these; of another set, or with other steps, it is another figure.
-_DEFINE = ("steps", "topk", "draft_tokens", "temperature", "max_new_tokens", "dtype", "sets", "prompts")
+_DEFINE = (
+    "steps",
+    "topk",
+    "draft_tokens",
+    "temperature",
+    "max_new_tokens",
+    "dtype",
+    "sets",
+    "prompts_sha256",
+    "target",
+)
 _ALL = "all questions"
 
 

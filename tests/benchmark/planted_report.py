@@ -77,6 +77,7 @@ def planted_report(
             "draft_tokens": 4,
             "temperature": 0.0,
             "prompts": 72,
+            "prompts_sha256": "0" * 64,
             "sets": list(sets),
             "max_new_tokens": 256,
             "repeats": 3,

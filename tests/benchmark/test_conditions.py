@@ -2,8 +2,9 @@
 
 import pytest
 
-from tasks.benchmark.conditions import require_equal_conditions, shown
+from tasks.benchmark.conditions import require_equal_conditions, require_equal_environments, shown
 from tasks.common.errors import DraftlineError
+from tasks.common.server_plan import flag
 from tests.benchmark.passes import load
 
 PLAIN = {
@@ -31,7 +32,7 @@ LOADS = [load(4, concurrency=4)]
 
 
 def require(drafted, plain=PLAIN, loads=LOADS):
-    require_equal_conditions({"baseline": plain, "speculative": drafted}, loads)
+    require_equal_conditions({"baseline": plain, "speculative": drafted}, loads, draft_tokens=4)
 
 
 def test_what_speculation_itself_changes_may_differ():
@@ -66,8 +67,16 @@ def test_a_baseline_with_graphs_off_is_refused_too():
 
 
 def test_a_cache_in_which_requests_would_wait_is_refused():
-    with pytest.raises(DraftlineError, match=r"holds 200 tokens, and 4 requests at once .* can come to hold 268"):
+    with pytest.raises(DraftlineError, match=r"holds 200 tokens, and 4 requests at once .* can come to hold 284"):
         require(DRAFTED | {"max_total_num_tokens": 200})
+
+
+def test_a_variable_in_one_arm_alone_is_refused():
+    plain = (flag("HF_HUB_OFFLINE", "1", reason=""),)
+    require_equal_environments({"baseline": plain, "speculative": plain})
+    slower = (*plain, flag("OMP_NUM_THREADS", "1", reason=""))
+    with pytest.raises(DraftlineError, match="OMP_NUM_THREADS of the environment differ"):
+        require_equal_environments({"baseline": slower, "speculative": plain})
 
 
 def test_the_report_shows_the_settings_that_matter():

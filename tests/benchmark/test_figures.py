@@ -30,6 +30,23 @@ def test_break_even_is_the_cost_of_a_round_in_plain_tokens():
     assert comparison([completion(10, 2)], [completion(10, 1, (2, 0, 0, 2))]).break_even == pytest.approx(1.25)
 
 
+@pytest.mark.parametrize("accepted", [0.5, 1.0, 1.5])
+def test_prefill_does_not_draw_break_even_towards_what_is_accepted(accepted):
+    """A prefill of a second, a plain step of 10 ms, a round of 20 ms: 2 is needed, however much is accepted."""
+    rounds = round(99 / (1 + accepted))
+    plain = completion(100, 1 + 99 * 0.01, pieces=((1.0, 1), (1 + 99 * 0.01, 100)))
+    ended = 1 + rounds * 0.02
+    drafted = completion(100, ended, (rounds,), pieces=((1.0, 1), (ended, 100)))
+    assert comparison([plain], [drafted]).break_even == pytest.approx(2.0)
+
+
+def test_break_even_leaves_out_rounds_that_came_with_the_first_piece():
+    # 3 of 9 tokens behind the prefill's came with the first piece, and so a third of the three rounds.
+    drafted = completion(10, 1.0, (0, 0, 3), pieces=((0.4, 4), (1.0, 10)))
+    plain = completion(10, 1.0, pieces=((0.1, 1), (1.0, 10)))
+    assert comparison([plain], [drafted]).break_even == pytest.approx(0.6 / 2 / 0.1)
+
+
 def test_break_even_counts_what_a_request_waits_and_not_what_all_get_together():
     # Two users at once: 10 tokens each in 2 s, so a token takes each of them 0.2 s; a round 0.25 s.
     of = load(2, concurrency=2)

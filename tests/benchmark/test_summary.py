@@ -139,12 +139,22 @@ def test_rows_of_the_tables_share_their_columns():
 
 def test_what_was_measured_before_a_crash_is_kept_and_marked(tmp_path):
     path = tmp_path / "partial.json"
-    with pytest.raises(RuntimeError), Partial(ARMS[:2], Params(), path) as partial:
+    with pytest.raises(RuntimeError), Partial(Params(), path) as partial:
         partial.keep(both(load(1))[:2])
         assert "killed" in read_json(path)["why"]
+        partial.keep(both(load(1, concurrency=2))[:1])
         raise RuntimeError("the baseline server died")
     kept = read_json(path)
-    assert (kept["complete"], kept["why"]) == (False, "the baseline server died")
-    assert [(row["speedup"], row["repeats"]) for row in kept["cells"]] == [(2.0, 1)]
-    with Partial(ARMS[:2], Params(), path):
+    assert (kept["complete"], kept["why"], kept["repeats"]) == (False, "the baseline server died", 3)
+    rows = [(row["arm"], row["concurrency"], row["tokens_per_s"], row["correct_drafts"]) for row in kept["passes"]]
+    assert rows == [("baseline", 1, 5.0, 0), ("speculative", 1, 10.0, 6), ("baseline", 2, 5.0, 0)]
+    with Partial(Params(), path):
         assert not path.exists()
+
+
+def test_a_benchmark_that_was_told_to_end_says_so(tmp_path):
+    path = tmp_path / "partial.json"
+    with pytest.raises(SystemExit), Partial(Params(), path) as partial:
+        partial.keep(both(load(1))[:2])
+        raise SystemExit(143)
+    assert read_json(path)["why"] == "ended from outside (exit code 143)"

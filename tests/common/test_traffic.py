@@ -17,13 +17,14 @@ class Answering:
 
     def __init__(self, fails_at: int | None = None):
         self.fails_at, self.lock = fails_at, threading.Lock()
-        self.running, self.most, self.asked, self.streamed = 0, 0, [], 0
+        self.running, self.most, self.asked, self.caches, self.streamed = 0, 0, [], [], 0
 
-    def generate(self, ids, sampling, *, stream):
+    def generate(self, ids, sampling, *, cache_key, stream):
         with self.lock:
             self.running += 1
             self.most = max(self.most, self.running)
             self.asked.append(ids[0])
+            self.caches.append(cache_key)
             self.streamed += stream
         if ids[0] == self.fails_at:
             raise DraftlineError("the server died")
@@ -41,6 +42,7 @@ def test_so_many_at_once_and_at_least_four_requests_each(concurrency, requests, 
     assert server.most == concurrency
     assert [answer.output_ids[0] for answer in found.answers] == [number % 5 for number in range(requests)]
     assert (found.arm, found.repeat, found.tokens) == ("arm", 2, requests)
+    assert len(set(server.caches)) == requests  # a question that is asked again is computed again
     # Of more than four users four read piece by piece.
     assert server.streamed == streams if streams else 0 < server.streamed < requests
 
