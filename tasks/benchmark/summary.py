@@ -81,6 +81,7 @@ def headline(comparisons: Sequence[Comparison]) -> Comparison:
 def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> Iterator[str]:
     """Whether our draft pays at each concurrency, and what would be needed where it does not."""
     serve, scaling, said = params.serve, read_json(SCALING) if SCALING.exists() else None, set()
+    measured_with = {"device": params.target.device, "dtype": params.target.dtype}
     for one in comparisons:
         if (one.draft, one.name, one.load.temperature) != (OURS, of_set, 0):
             continue
@@ -91,7 +92,7 @@ def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> I
             serve.num_steps,
             one.break_even,
             topk=serve.eagle_topk,
-            draft_step_share=measured_step_share(requests, serve.num_steps, serve.eagle_topk),
+            draft_step_share=measured_step_share(requests, serve.num_steps, serve.eagle_topk, measured_with),
             scaling=scaling,
         )
         fresh = [sentence for sentence in further if sentence not in said]

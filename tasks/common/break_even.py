@@ -17,6 +17,8 @@ from tasks.common.files import REPORTS, read_json
 
 # Fewer steps are advised where they promise more than this beyond what is.
 _WORTH = 1.01
+# No fit of a few runs tells what more doublings of the data than this would do.
+_MOST_DOUBLINGS = 10
 
 
 @dataclass(frozen=True)
@@ -106,22 +108,25 @@ def advice(
     if topk == 1 and steps > 1:
         found.append(_fewer_steps(survival, steps, break_even, speedup, draft_step_share))
     if speedup < 1:
-        found.append(_more_data(break_even - accept_length, break_even, scaling))
+        found.append(_more_data(break_even - accept_length, break_even, steps, scaling))
     return found
 
 
-def measured_step_share(requests: int, steps: int, topk: int, folder: Path = REPORTS) -> float | None:
+def measured_step_share(
+    requests: int, steps: int, topk: int, settings: Mapping[str, str], folder: Path = REPORTS
+) -> float | None:
     """Share of a round that one draft step takes with so many requests at once, from reports/tuned.json or profile.json.
 
     The tuner's line through rounds of several lengths counts first. Of a profile it is the draft's own passes, by the GPU's
     time or the host's, whichever is more: one of the two is what the round waits for.
 
+    Args:
+        settings: that a report must have been measured with, as in its `settings`: `device`, `dtype`.
+
     Returns:
-        None where neither report has it for this number of requests, steps and top-k.
+        None where neither report has it for these settings and this number of requests, steps and top-k.
     """
-    tuned, profiled = (
-        read_json(path) if path.exists() else {} for path in (folder / "tuned.json", folder / "profile.json")
-    )
+    tuned, profiled = (_measured_with(settings, folder / name) for name in ("tuned.json", "profile.json"))
     line = tuned.get("round_time")
     if topk == 1 and line and tuned["concurrency"] == requests:
         return RoundTime(line["fixed_ms"], line["step_ms"]).step_share(steps)
@@ -131,6 +136,13 @@ def measured_step_share(requests: int, steps: int, topk: int, folder: Path = REP
         return None
     draft = next(part for part in rows[0]["parts"] if part["part"] == "draft")
     return max(draft["host_share"], draft.get("gpu_share", 0.0)) / rows[0]["draft_passes"]
+
+
+def _measured_with(settings: Mapping[str, str], path: Path) -> dict[str, Any]:
+    """A report; empty where there is none, or of another device or dtype, whose times are not those asked for."""
+    found = read_json(path) if path.exists() else {}
+    of_report = found.get("settings", {})
+    return found if all(of_report.get(name) == value for name, value in settings.items()) else {}
 
 
 def _fewer_steps(
@@ -153,17 +165,36 @@ def _fewer_steps(
     return f"{would}: {reached / needed:.2f} times as fast as without the draft."
 
 
-def _more_data(missing: float, needed: float, scaling: Mapping[str, Any] | None) -> str:
-    if scaling is None:
+def _more_data(missing: float, needed: float, steps: int, scaling: Mapping[str, Any] | None) -> str:
+    path = REPORTS / "scaling.json"
+    if needed > steps + 1:
         return (
-            "How far more training data would help is not known: that needs a scaling fit, and there is no "
-            f"{REPORTS / 'scaling.json'}."
+            f"{needed:.2f} cannot be reached with {steps} draft step{'s' * (steps > 1)}, whatever the draft: a round yields "
+            f"{steps + 1} tokens at most."
         )
-    gain, tokens = scaling["accept_length_per_doubling"], scaling["tokens"]
+    if scaling is None:
+        return f"How far more training data would help is not known: that needs a scaling fit, and there is no {path}."
+    # A report that was measured is worth more than this sentence: a bad file is said, and nothing is refused.
+    gain, tokens = (_number(scaling, name) for name in ("accept_length_per_doubling", "tokens"))
+    if gain is None or tokens is None or tokens <= 0:
+        return (
+            f"How far more training data would help is not known: {path} must have the numbers "
+            "`accept_length_per_doubling` and `tokens`, the latter above 0. Make it again, or remove it."
+        )
     if gain <= 0:
-        return f"More training data does not help by the fit of {REPORTS / 'scaling.json'}: {gain:+.2f} a doubling."
-    times = 2 ** math.ceil(missing / gain)
+        return f"More training data does not help by the fit of {path}: {gain:+.2f} a doubling."
+    if missing / gain > _MOST_DOUBLINGS:
+        return (
+            f"More training data hardly helps by the fit of {path}: a doubling adds {gain:.2g}, so that {needed:.2f} would need more "
+            f"than {2**_MOST_DOUBLINGS} times the {tokens / 1e6:.1f} M tokens trained on."
+        )
     return (
-        f"More training data helps by the fit of {REPORTS / 'scaling.json'}: a doubling adds {gain:.2f}, so that {needed:.2f} would "
-        f"need about {times} times the {tokens / 1e6:.1f} M tokens trained on."
+        f"More training data helps by the fit of {path}: a doubling adds {gain:.2f}, so that {needed:.2f} would need about "
+        f"{2 ** math.ceil(missing / gain)} times the {tokens / 1e6:.1f} M tokens trained on."
     )
+
+
+def _number(fields: Any, name: str) -> float | None:
+    """A field that is a number; None where it is anything else, or the file is no mapping."""
+    value = fields.get(name) if isinstance(fields, Mapping) else None
+    return value if isinstance(value, int | float) and math.isfinite(value) else None

@@ -10,21 +10,26 @@ not started. How it is done and read: infra/docs/tuning.md.
 """
 
 import argparse
+import math
 import os
 import shlex
 import sys
+from typing import TYPE_CHECKING
 
 from tasks.common.errors import DraftlineError
 from tasks.common.files import REPORTS, write_json
 from tasks.common.params import PARAMS, Params, load_params
 from tasks.common.stage import exit_on_signals
 
+if TYPE_CHECKING:
+    from tasks.tune_server.search import Search
+    from tasks.tune_server.servers import Budget
+
 REPORT, PROFILE = REPORTS / "tuned.json", REPORTS / "tuned_params.yaml"
 
 
 def main(minutes: float, concurrency: int) -> None:
     from tasks.tune_server.measure import ServerBench
-    from tasks.tune_server.report import report, write_profile
     from tasks.tune_server.search import Search
     from tasks.tune_server.servers import Budget, Fleet
     from tasks.tune_server.show import show
@@ -36,14 +41,34 @@ def main(minutes: float, concurrency: int) -> None:
     with Fleet(params, budget) as fleet:
         bench = ServerBench(params, concurrency, questions, budget, fleet)
         search = Search(space, bench, lambda sentence: print(sentence, file=sys.stderr, flush=True))
-        search.run()
-    found = report(search, params, concurrency, budget.seconds, budget.seconds - budget.remaining(), REPORTS)
-    write_json(REPORT, found)
-    settings = found["settings"]
-    where = f"{_device_name(params)}, SGLang {settings['version']}, {settings['dtype']}, {concurrency} at once"
-    write_profile(PROFILE, search, params, _command(minutes, concurrency), where)
+        found = run_and_report(search, params, minutes, concurrency, budget)
     show(found)
     print(f"The best plan, to copy into {PARAMS}: {PROFILE}")
+
+
+def run_and_report(search: "Search", params: Params, minutes: float, concurrency: int, budget: "Budget") -> dict:
+    """Search, and write both reports however the search ends: what was measured by then is kept.
+
+    Returns:
+        reports/tuned.json.
+
+    Raises:
+        DraftlineError: the search's; no profile is left then unless there is a best to put into it.
+    """
+    from tasks.tune_server.report import report, write_profile
+
+    try:
+        search.run()
+    finally:
+        found = report(search, params, concurrency, budget.seconds, budget.seconds - budget.remaining(), REPORTS)
+        write_json(REPORT, found)
+        if search.is_complete or search.best:
+            settings = found["settings"]
+            where = f"{_device_name(params)}, SGLang {settings['version']}, {settings['dtype']}, {concurrency} at once"
+            write_profile(PROFILE, search, params, _command(minutes, concurrency), where)
+        else:
+            PROFILE.unlink(missing_ok=True)  # an earlier search's, which this report is not of
+    return found
 
 
 def _require_sensible(minutes: float, concurrency: int, params: Params) -> None:
@@ -51,7 +76,7 @@ def _require_sensible(minutes: float, concurrency: int, params: Params) -> None:
     Raises:
         DraftlineError: no time, no request, or more requests than a server runs at once.
     """
-    if not minutes > 0:
+    if not 0 < minutes < math.inf:
         raise DraftlineError(f"--minutes {minutes:g}: a budget of some minutes is expected.")
     if concurrency < 1:
         raise DraftlineError(f"--concurrency {concurrency}: at least one request must run.")

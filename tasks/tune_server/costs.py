@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from tasks.tune_server.candidates import Candidate
 
@@ -45,5 +46,7 @@ class Costs:
         if not servers or not self._starts:
             return 0.0
         if not self.starts_together:
-            return servers * max(seconds / count for count, seconds in self._starts)
+            # The first on a fresh host reads all from disk and compiles: what it took says nothing of those that follow.
+            lately = self._starts[1:] or self._starts
+            return servers * median(seconds / count for count, seconds in lately)
         return min(seconds * max(1.0, servers / count) for count, seconds in self._starts)

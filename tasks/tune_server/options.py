@@ -83,7 +83,7 @@ def open_options(
         (
             "CUDA graphs",
             ("--cuda-graph", "--disable-cuda-graph", "--disable-decode-cuda-graph"),
-            _graphs(device, concurrency),
+            _graphs(params, device, concurrency),
         ),
         (BATCH, (), _batch_limits(params, concurrency)),
         (ALL_REDUCE, (_CUSTOM, "--enable-symm-mem", "--enable-nccl-nvls"), _all_reduce(params, device)),
@@ -113,25 +113,32 @@ def _attention(device: Device, is_latent: bool) -> Iterator[Option]:
         yield Option(name, ATTENTION, ("--attention-backend", name), chains_only=name == "trtllm_mha")
 
 
-def _graphs(device: Device, concurrency: int) -> Iterator[Option]:
+def _graphs(params: Params, device: Device, concurrency: int) -> Iterator[Option]:
     if device.capability is None:
         return
     # A batch between two captured sizes is padded to the larger one; one beyond the largest is launched kernel by kernel.
-    sizes = ("--cuda-graph-bs-decode", *map(str, sorted({1, concurrency})))
-    yield Option(f"graphs of {' and '.join(sizes[1:])} request{'s' * (concurrency > 1)}", GRAPHS, sizes)
-    yield Option(
-        f"graphs up to {concurrency} request{'s' * (concurrency > 1)}",
-        GRAPHS,
-        ("--cuda-graph-max-bs-decode", str(concurrency)),
-    )
+    # The plan is used for all that the benchmark asks: its sizes stay captured.
+    sizes, limit = sorted({1, concurrency, *params.benchmark.concurrency}), params.serve.max_running_requests
+    *fewer, largest = map(str, sizes)
+    listed = f"{', '.join(fewer)} and {largest}" if fewer else largest
+    s = "s" * (sizes[-1] > 1)
+    # SGLang captures up to max_running_requests on its own, of few requests each number.
+    if len(sizes) < limit:
+        yield Option(f"graphs of {listed} request{s}", GRAPHS, ("--cuda-graph-bs-decode", *map(str, sizes)))
+    if sizes[-1] < limit:
+        yield Option(f"graphs up to {largest} request{s}", GRAPHS, ("--cuda-graph-max-bs-decode", largest))
     yield Option("graphs without padding", GRAPHS, ("--disable-cuda-graph-padding",))
     yield Option("no prefill graphs", PREFILL_GRAPHS, ("--cuda-graph-backend-prefill", "disabled"))
 
 
 def _batch_limits(params: Params, concurrency: int) -> Iterator[Option]:
-    """From the requests that must run at once upwards: fewer slots are less to prepare in a step."""
+    """As many as must run at once, since fewer slots are less to prepare in a step; twice those where they count themselves.
+
+    Where fewer count than the benchmark's most, what is measured says nothing of still more slots.
+    """
     least = max(concurrency, *params.benchmark.concurrency)
-    for limit in sorted({least, 2 * least} - {params.serve.max_running_requests}):
+    limits = {least, 2 * least} if concurrency == least else {least}
+    for limit in sorted(limits - {params.serve.max_running_requests}):
         yield Option(f"at most {limit} request{'s' * (limit > 1)}", BATCH, max_running_requests=limit)
 
 

@@ -24,6 +24,7 @@ def report(search: Search, params: Params, concurrency: int, budget_s: float, sp
         "concurrency": concurrency,
         "budget_s": round(budget_s, 1),
         "spent_s": round(spent_s, 1),
+        "complete": search.is_complete,
         "ended": search.ended,
         "best": _row(best, params) if best else None,
         "comparison": comparison(search, params),
@@ -68,8 +69,7 @@ def verdict(search: Search) -> str:
         ]
     current = search.trials.get(search.space.rows[CURRENT])
     if current and current.last and current is not best:
-        behind = min(best.last.ratios) > max(current.last.ratios)
-        apart = "" if behind else ", within the spread"
+        apart = "" if best.last.is_above(current.last) else ", within the spread"
         rung = "" if current.last.rung == best.last.rung else f", measured in rung {current.last.rung} alone"
         said.append(f"With the current parameters it is {current.last.speedup:.2f} times{apart}{rung}.")
     if alike := _alike(search):
@@ -98,6 +98,8 @@ def write_profile(path: Path, search: Search, params: Params, command: str, wher
     ]
     if best:
         said.append(f"Acceptance length {best.last.accept_length:.2f} over {best.last.questions} questions, greedy.")
+    if not search.is_complete:
+        said.append(search.ended)
     text = yaml.safe_dump({"serve": chosen.serve.model_dump(mode="json")}, sort_keys=False)
     with replacing(path) as partial:
         partial.write_text("".join(f"# {line}\n" for line in said) + text, encoding="utf-8")
@@ -164,6 +166,7 @@ def _result(result: Result | None) -> dict | None:
             "min": round(min(result.ratios), 3),
             "max": round(max(result.ratios), 3),
             "repeats": len(result.ratios),
+            "ratios": [round(ratio, 3) for ratio in result.ratios],
         },
         "tokens_per_s": round(result.tokens_per_s, 2),
         "plain_tokens_per_s": round(result.plain_tokens_per_s, 2),

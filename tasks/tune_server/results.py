@@ -42,6 +42,10 @@ class Result:
         """Without the prefill, as the model predicts it."""
         return predicted_speedup(self.accept_length, self.break_even, 1.0)
 
+    def is_above(self, other: "Result") -> bool:
+        """Whether even its slowest repeat was faster than all of the other's: the spread tells them apart."""
+        return min(self.ratios) > max(other.ratios)
+
     @property
     def uncertainty(self) -> float:
         """Half the spread of the repeats, as a share of the speed-up."""
@@ -67,3 +71,9 @@ class Trial:
     def last(self) -> Result | None:
         """Of the latest rung, which asked most questions."""
         return self.results[-1] if self.results else None
+
+    def is_above(self, other: "Trial") -> bool:
+        """Whether it was in the latest rung that both were measured in; not where there is none."""
+        beside = {result.rung: result for result in other.results}
+        common = [(result, beside[result.rung]) for result in self.results if result.rung in beside]
+        return bool(common) and common[-1][0].is_above(common[-1][1])

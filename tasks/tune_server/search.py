@@ -1,6 +1,7 @@
 """Successive halving: few questions for many candidates, then more for those that were faster, until the budget is spent.
 
-    rung 0    the servers to compare with, two lengths of chains; then shapes that the model does not rule out
+    rung 0    the servers to compare with, two lengths of chains and those that start beside them at no cost; then shapes
+              that the model does not rule out
     rung 1    the best third, and the best with each open setting
     rung 2..  the better half, and the best with all settings that helped; twice the questions
     last      the two best beside the servers to compare with, and the plain server under the best one's settings
@@ -9,6 +10,7 @@ Nothing here starts a server: what measures is handed in (`Bench`; measure.py ho
 """
 
 import math
+import signal
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -76,19 +78,24 @@ class Search:
         trials: what is known of each candidate that was considered, in the order of their starts.
         best: the fastest that params.yaml would take; None where none was measured.
         ended: a sentence on how the search came to its end.
+        is_complete: whether it ran until its budget or its questions ended.
     """
 
     def __init__(self, space: Space, bench: Bench, say: Callable[[str], object] = lambda sentence: None):
         self.space = space
         self.trials: dict[Candidate, Trial] = {}
-        self.ended = ""
+        self.ended, self.is_complete = "", False
         self._bench, self._say = bench, say
         self._costs = Costs(bench.starts_together)
         self._budget, self._few = bench.remaining(), bench.least_questions
         self._rung = 0
 
     def run(self) -> None:
-        """Search until the budget is spent or nothing is left to be told apart."""
+        """Search until the budget is spent or nothing is left to be told apart.
+
+        Raises:
+            DraftlineError: the bench's, where nothing can be measured any more; `ended` says why, and results stay.
+        """
         try:
             self._try_shapes()
             if self._ranked():
@@ -98,6 +105,10 @@ class Search:
             self.ended = f"Done with {self._bench.remaining():.0f} s of the budget left."
         except _Spent:
             self.ended = f"The budget ended in rung {self._rung}: what was asked by then counts."
+        except BaseException as error:  # a signal as well
+            self.ended = f"Ended early, in rung {self._rung}: {_why(error)}"
+            raise
+        self.is_complete = True
 
     @property
     def best(self) -> Trial | None:
@@ -113,9 +124,12 @@ class Search:
     # --- rungs
 
     def _try_shapes(self) -> None:
-        probe = next((c for c in self.space.shapes if c.shape.topk == 1), None)
-        self._measure_all([*self.space.required, *([probe] if probe else [])], self._few, 1.0)
-        pending = [candidate for candidate in self.space.shapes if candidate is not probe]
+        probe, *chains = [c for c in self.space.shapes if c.shape.topk == 1] or [None]
+        first = [*self.space.required, *([probe] if probe else [])]
+        if self._bench.starts_together:  # the room that is left costs questions, and no further start
+            first += sorted(chains, key=lambda one: one.shape)[: max(0, self._room - len(first))]
+        self._measure_all(first, self._few, 1.0)
+        pending = [candidate for candidate in self.space.shapes if candidate not in first]
         while pending := self._not_ruled_out(pending):
             batch = self._next_batch(pending, self._few, _SHAPES_SHARE)
             if not batch:
@@ -147,7 +161,7 @@ class Search:
         while True:
             kept = self._of_latest_rung()
             kept = kept[: math.ceil(len(kept) / 2)]
-            field = [*kept, *together]
+            field = self._with_bare([*kept, *together])
             if (
                 len(field) <= 2
                 or questions > _MOST_TIMES * self._few
@@ -159,12 +173,10 @@ class Search:
             questions, together = 2 * questions, []
 
     def _helpful_together(self) -> list[Candidate]:
-        """The best shape with the best setting of each kind that beat it without; none where that was one setting."""
-        in_rung = {c: self.trials[c].last for c in self._of_latest_rung()}
-        bare = {c.shape: result.speedup for c, result in in_rung.items() if not c.options}
+        """The best shape with the best setting of each kind that beats it without; none where that is one setting."""
         helped: dict[str, Candidate] = {}
-        for candidate, result in in_rung.items():  # the fastest first
-            if candidate.options and result.speedup > bare.get(candidate.shape, math.inf):
+        for candidate in self._of_latest_rung():  # the fastest first
+            if candidate.options and self._helps(candidate):
                 helped.setdefault(candidate.options[0].group, candidate)
         if len(helped) < 2:
             return []
@@ -177,7 +189,7 @@ class Search:
             return
         best, *others = ranked
         alike = [Candidate(None, best.options)] if best.options else []
-        compared = list(dict.fromkeys([best, *self.space.required, *alike, *others[:1]]))
+        compared = list(dict.fromkeys([*self._with_bare([best]), *self.space.required, *alike, *others[:1]]))
         compared = [candidate for candidate in compared if not self._trial(candidate).failed]
         self._rung += 1
         self._measure_all(compared, self._affordable(compared) or self._few, 1.0)
@@ -249,9 +261,35 @@ class Search:
         return self.trials.setdefault(candidate, Trial(candidate))
 
     def _ranked(self) -> list[Candidate]:
-        """Candidates that may be chosen: by rung, the latest first, then by speed."""
+        """Candidates that may be chosen: by rung, the latest first, then by speed.
+
+        One with settings that the spread does not tell from the same numbers without stands behind those: of many
+        useless settings one is always the fastest.
+        """
         trials = [t for t in self.trials.values() if t.last and not t.failed and self._may_be_chosen(t.candidate)]
-        return [t.candidate for t in sorted(trials, key=lambda t: (t.last.rung, t.last.speedup), reverse=True)]
+        return [t.candidate for t in sorted(trials, key=self._standing, reverse=True)]
+
+    def _standing(self, trial: Trial) -> tuple[int, float, bool]:
+        own = (trial.last.rung, trial.last.speedup, not trial.candidate.options)
+        bare = self._bare(trial.candidate)
+        if not trial.candidate.options or bare is None or self._helps(trial.candidate):
+            return own
+        return min(own, (bare.last.rung, bare.last.speedup, False))
+
+    def _helps(self, candidate: Candidate) -> bool:
+        """Whether its settings make it faster than the same numbers without, by more than the repeats vary."""
+        bare = self._bare(candidate)
+        return bare is not None and self.trials[candidate].is_above(bare)
+
+    def _bare(self, candidate: Candidate) -> Trial | None:
+        """The same numbers without settings, where they were measured."""
+        alike = (t for t in self.trials.values() if t.candidate.shape == candidate.shape and not t.candidate.options)
+        return next((trial for trial in alike if trial.last), None)
+
+    def _with_bare(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """And what their settings are judged by; of a server that failed, what it brought before."""
+        bare = [self._bare(candidate) for candidate in candidates if candidate.options]
+        return list(dict.fromkeys([*candidates, *(trial.candidate for trial in bare if trial and not trial.failed)]))
 
     def _of_latest_rung(self) -> list[Candidate]:
         ranked = self._ranked()
@@ -259,3 +297,9 @@ class Search:
 
     def _may_be_chosen(self, candidate: Candidate) -> bool:
         return candidate.shape is not None and candidate not in self.space.unfit
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
+        return f"{signal.Signals(error.code - 128).name}."
+    return " ".join(str(error).split()) or type(error).__name__

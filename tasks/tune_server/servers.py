@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 
 from tasks.common.errors import DraftlineError
@@ -65,8 +66,9 @@ class Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self.running:
-            self._stop(next(reversed(self.running)))
+        with ExitStack() as stack:  # one that cannot be stopped leaves none of the others behind
+            for candidate in self.running:
+                stack.callback(self._stop, candidate)
 
     def ensure(self, wanted: Sequence[Candidate], standing: Sequence[Candidate]) -> dict[Candidate, str]:
         """Have the servers of `wanted` run; others make room, those that stand worst first.

@@ -26,6 +26,13 @@ def test_servers_that_start_in_turn_take_their_time_each(servers, seconds):
     assert costs(False).batch(servers, [], 4) == pytest.approx(seconds)
 
 
+def test_the_first_start_on_a_fresh_host_is_no_measure_of_later_ones():
+    made = Costs(False)
+    for servers, seconds in ((2, 400.0), (2, 40.0), (1, 30.0), (1, 20.0)):
+        made.started(servers, seconds)
+    assert made.batch(3, [], 4) == pytest.approx(60.0)
+
+
 def test_each_server_is_asked_all_questions_in_every_repeat():
     assert costs(True).batch(0, [PLAIN, FAST], 4) == pytest.approx(REPEATS * 4 * 0.7)
 

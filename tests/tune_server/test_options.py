@@ -70,6 +70,31 @@ def test_graphs_are_captured_for_the_requests_that_count():
     assert "graphs of 1 request" in names(H200, 1)["decode graphs"]
 
 
+def graphs(concurrency: int, asked: list[int], limit: int) -> list[tuple[str, ...]]:
+    params = Params.model_validate(
+        {
+            "target": {"device": "cuda"},
+            "serve": {"max_running_requests": limit},
+            "benchmark": {"concurrency": asked},
+        }
+    )
+    options, _ = open_options(params, concurrency, H200)
+    return [o.flags for o in options if o.group == "decode graphs" and o.flags != ("--disable-cuda-graph-padding",)]
+
+
+def test_graphs_stay_for_all_that_the_benchmark_asks_of_the_plan():
+    assert graphs(1, [4, 16, 64], 128) == [
+        ("--cuda-graph-bs-decode", "1", "4", "16", "64"),
+        ("--cuda-graph-max-bs-decode", "64"),
+    ]
+    assert graphs(2, [1], 8) == [("--cuda-graph-bs-decode", "1", "2"), ("--cuda-graph-max-bs-decode", "2")]
+
+
+def test_graphs_that_sglang_captures_on_its_own_are_no_other_candidate():
+    assert graphs(1, [1, 64], 64) == [("--cuda-graph-bs-decode", "1", "64")]
+    assert graphs(1, [1], 1) == graphs(1, [1, 2], 2) == []
+
+
 @pytest.mark.parametrize(
     ("concurrency", "limit", "expected"),
     [(1, 8, [1, 2]), (4, 8, [4]), (4, 64, [4, 8]), (8, 8, [16])],
@@ -83,6 +108,13 @@ def test_batch_limits_leave_room_for_what_the_benchmark_asks():
     params = Params.model_validate({"benchmark": {"concurrency": [1, 4]}})
     options, _ = open_options(params, 1, CPU)
     assert [option.max_running_requests for option in options] == [4]
+
+
+@pytest.mark.parametrize(("concurrency", "expected"), [(1, []), (64, [128])])
+def test_more_slots_than_the_benchmark_fills_are_tried_where_its_most_requests_count(concurrency, expected):
+    params = Params.model_validate({"serve": {"max_running_requests": 64}, "benchmark": {"concurrency": [1, 64]}})
+    options, _ = open_options(params, concurrency, CPU)
+    assert [option.max_running_requests for option in options] == expected
 
 
 def test_all_reduce_matters_where_layers_are_split():

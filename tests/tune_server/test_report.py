@@ -30,6 +30,8 @@ PARAMS = Params.model_validate(
     }
 )
 
+WITH = {"device": PARAMS.target.device, "dtype": PARAMS.target.dtype}
+
 
 def search(params: Params = PARAMS, gpu: Device = Device(None), **bench) -> Search:  # noqa: B008
     found = Search(Space.of(params, 1, "LlamaForCausalLM", gpu), Bench(3000, **bench))
@@ -64,7 +66,7 @@ def test_the_time_of_a_round_by_steps_is_what_the_benchmarks_advice_reads(tmp_pa
     found = reported(search())
     assert found["round_time"] == pytest.approx({"fixed_ms": 1.5, "step_ms": 0.2}, abs=1e-3)
     (tmp_path / "tuned.json").write_text(json.dumps(found))
-    assert measured_step_share(1, 3, 1, tmp_path) == pytest.approx(0.0002 / round_s(Shape.chain(3)), rel=1e-3)
+    assert measured_step_share(1, 3, 1, WITH, tmp_path) == pytest.approx(0.0002 / round_s(Shape.chain(3)), rel=1e-3)
 
 
 @pytest.mark.parametrize("ratio", [0.05, 0.8])

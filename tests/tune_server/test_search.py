@@ -1,9 +1,11 @@
 """The search over a law of speeds: what it starts, what it leaves, when it ends, and what it finds."""
 
+import random
 from dataclasses import replace
 
 import pytest
 
+from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
 from tasks.tune_server.candidates import PLAIN, Candidate, Shape
 from tasks.tune_server.options import Device
@@ -59,8 +61,14 @@ def test_a_setting_that_helps_is_in_the_best_and_one_that_does_not_is_not():
 
 def test_settings_that_help_alone_are_tried_together():
     effect = {"fa3": 1.1, "graphs of 1 request": 1.2, "no prefill graphs": 0.9, "graphs without padding": 0.9}
-    effect |= {"graphs up to 1 request": 1.0, "at most 2 requests": 0.9, "triton": 0.9, "flashinfer": 0.9}
-    found = searched(Bench(3000, effect=effect), space(device=Device((9, 0), True)))
+    effect |= {
+        "graphs up to 1 request": 1.0,
+        "at most 1 request": 0.9,
+        "at most 2 requests": 0.9,
+        "triton": 0.9,
+        "flashinfer": 0.9,
+    }
+    found = searched(Bench(3000, effect=effect), space(device=Device((9, 0), True), max_running_requests=8))
     assert {option.name for option in found.best.candidate.options} == {"fa3", "graphs of 1 request"}
 
 
@@ -77,6 +85,43 @@ def test_the_best_settings_are_compared_with_a_plain_server_that_has_them_too():
     alike = Candidate(None, found.best.candidate.options)
     assert found.trials[alike].last.rung == found.best.last.rung
     assert found.trials[alike].last.speedup == pytest.approx(1.3)
+
+
+class Noisy(Bench):
+    """Repeats vary by a normal law of 1.5 %."""
+
+    def __init__(self, seed: int, **law):
+        super().__init__(3000, capacity=8, **law)
+        self._random = random.Random(seed)
+
+    def _result(self, candidate, questions, rung):
+        found, speed = super()._result(candidate, questions, rung), self.speedup(candidate)
+        return replace(found, ratios=tuple(speed * self._random.gauss(1, 0.015) for _ in range(3)))
+
+
+def with_settings(**law) -> list[set[str]]:
+    searches = (searched(Noisy(seed, **law), space(device=Device((9, 0), True))) for seed in range(40))
+    return [{option.name for option in found.best.candidate.options} for found in searches]
+
+
+def test_noise_chooses_no_useless_setting():
+    assert sum(map(bool, with_settings())) <= 4  # more than half of them where the fastest of all is taken
+
+
+def test_a_setting_that_helps_by_more_than_the_noise_is_found_in_it():
+    assert sum("triton" in names for names in with_settings(effect={"triton": 1.15})) >= 36
+
+
+def test_settings_that_the_repeats_do_not_tell_from_none_are_not_tried_together():
+    effect = {"fa3": 1.015, "no prefill graphs": 1.015}  # repeats of the bench vary by 1 % both ways
+    found = searched(Bench(3000, effect=effect), space(device=Device((9, 0), True)))
+    assert not found.best.candidate.options
+    assert all(len(candidate.options) < 2 for candidate in found.trials)
+
+
+def test_the_best_with_settings_is_asked_beside_the_same_numbers_without_to_the_end():
+    found = searched(Bench(3000, effect={"triton": 1.3}), space(device=Device((9, 0), True)))
+    assert found.trials[Candidate(found.best.candidate.shape)].last.rung == found.best.last.rung
 
 
 def test_a_backend_that_refuses_trees_is_not_tried_with_one():
@@ -114,6 +159,23 @@ def test_the_servers_to_compare_with_are_in_the_first_rung_and_in_the_last():
     assert set(over.rows) == {"automatic", "5/4/8", "3/1/4", "current"}
     for candidate in over.rows.values():
         assert {found.trials[candidate].results[0].rung, found.trials[candidate].last.rung} == {0, found.best.last.rung}
+
+
+@pytest.mark.parametrize(
+    ("capacity", "together", "trained", "chains"),
+    [
+        (8, True, 7, {1, 2, 3, 4, 5, 7}),  # room for 7, of which the first are 3/1/4, 4/1/5, 5/4/8 and 7/1/8
+        (40, True, 7, {1, 2, 3, 4, 5, 6, 7}),
+        (40, True, 4, {1, 2, 3, 4}),
+        (40, False, 7, {4}),  # each start costs its time
+        (4, True, 7, {3, 4}),
+    ],
+)
+def test_the_first_start_takes_chains_along_as_far_as_there_is_room(capacity, together, trained, chains):
+    bench = Bench(300, capacity, together, start_s=60.0)
+    searched(bench, space(trained=trained, num_steps=4, num_draft_tokens=5))
+    _, _, first = bench.asked[0]
+    assert {candidate.shape.steps for candidate in first if candidate.shape.topk == 1} == chains
 
 
 def test_the_automatic_choice_stands_for_the_shape_that_it_makes():
@@ -171,6 +233,28 @@ def test_servers_that_all_die_after_a_while_end_the_search(batches):
 def test_where_every_server_fails_there_is_no_best():
     found = searched(Bench(broken=lambda c: True), space())
     assert found.best is None
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (DraftlineError("the plain server\nfailed"), "Ended early, in rung 1: the plain server failed"),
+        (SystemExit(143), "Ended early, in rung 1: SIGTERM."),
+        (KeyboardInterrupt(), "Ended early, in rung 1: KeyboardInterrupt"),
+    ],
+)
+def test_a_search_that_is_ended_says_why_and_keeps_what_was_measured(error, said):
+    class Ending(Bench):
+        def measure(self, batch, questions, rung, standing):
+            if rung:
+                raise error
+            return super().measure(batch, questions, rung, standing)
+
+    search = Search(space(), Ending(3000))
+    with pytest.raises(type(error)):
+        search.run()
+    assert (search.is_complete, search.ended) == (False, said)
+    assert search.best is not None
 
 
 # --- time
