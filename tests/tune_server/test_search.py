@@ -119,9 +119,16 @@ def test_settings_that_the_repeats_do_not_tell_from_none_are_not_tried_together(
     assert all(len(candidate.options) < 2 for candidate in found.trials)
 
 
-def test_the_best_with_settings_is_asked_beside_the_same_numbers_without_to_the_end():
-    found = searched(Bench(3000, effect={"triton": 1.3}), space(device=Device((9, 0), True)))
-    assert found.trials[Candidate(found.best.candidate.shape)].last.rung == found.best.last.rung
+def test_settings_are_asked_beside_the_same_numbers_without_from_rung_to_rung():
+    effect = {"triton": 1.25, "flashinfer": 1.2, "fa3": 1.15, "no prefill graphs": 1.1, "graphs without padding": 1.1}
+    effect |= {"graphs of 1 request": 1.12, "graphs up to 1 request": 1.11, "at most 1 request": 1.05}
+    bench = Bench(3000, capacity=40, effect=effect)
+    best = searched(bench, space(device=Device((9, 0), True), max_running_requests=8)).best.candidate
+    assert {"triton", "no prefill graphs"} < {option.name for option in best.options}
+    for _, _, batch in bench.asked:
+        drafted = [candidate for candidate in batch if candidate.shape and candidate.options]
+        bare = {candidate.shape for candidate in batch if not candidate.options}
+        assert {candidate.shape for candidate in drafted} <= bare
 
 
 def test_a_backend_that_refuses_trees_is_not_tried_with_one():
