@@ -18,6 +18,7 @@ from typing import Protocol
 from tasks.tune_server.candidates import PLAIN, Candidate
 from tasks.tune_server.costs import Costs
 from tasks.tune_server.prediction import Prediction
+from tasks.tune_server.ranking import bare_of, helps, standing
 from tasks.tune_server.results import Result, Trial
 from tasks.tune_server.space import Space
 
@@ -176,7 +177,7 @@ class Search:
         """The best shape with the best setting of each kind that beats it without; none where that is one setting."""
         helped: dict[str, Candidate] = {}
         for candidate in self._of_latest_rung():  # the fastest first
-            if candidate.options and self._helps(candidate):
+            if candidate.options and helps(self.trials[candidate], self._bare(candidate)):
                 helped.setdefault(candidate.options[0].group, candidate)
         if len(helped) < 2:
             return []
@@ -267,27 +268,13 @@ class Search:
         useless settings one is always the fastest.
         """
         trials = [t for t in self.trials.values() if t.last and not t.failed and self._may_be_chosen(t.candidate)]
-        return [t.candidate for t in sorted(trials, key=self._standing, reverse=True)]
-
-    def _standing(self, trial: Trial) -> tuple[int, float, bool]:
-        own = (trial.last.rung, trial.last.speedup, not trial.candidate.options)
-        bare = self._bare(trial.candidate)
-        if not trial.candidate.options or bare is None or self._helps(trial.candidate):
-            return own
-        return min(own, (bare.last.rung, bare.last.speedup, False))
-
-    def _helps(self, candidate: Candidate) -> bool:
-        """Whether its settings make it faster than the same numbers without, by more than the repeats vary."""
-        bare = self._bare(candidate)
-        return bare is not None and self.trials[candidate].is_above(bare)
+        return [t.candidate for t in sorted(trials, key=lambda t: standing(t, self._bare(t.candidate)), reverse=True)]
 
     def _bare(self, candidate: Candidate) -> Trial | None:
-        """The same numbers without settings, where they were measured."""
-        alike = (t for t in self.trials.values() if t.candidate.shape == candidate.shape and not t.candidate.options)
-        return next((trial for trial in alike if trial.last), None)
+        return bare_of(candidate, self.trials.values())
 
     def _with_bare(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """And what their settings are judged by; of a server that failed, what it brought before."""
+        """And the same numbers without settings, by which the settings are judged; not one whose server failed."""
         bare = [self._bare(candidate) for candidate in candidates if candidate.options]
         return list(dict.fromkeys([*candidates, *(trial.candidate for trial in bare if trial and not trial.failed)]))
 
