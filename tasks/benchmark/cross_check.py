@@ -18,7 +18,7 @@ from importlib.metadata import version
 from tasks.benchmark.cross_check_pairs import LIMIT, Run, pair_rows
 from tasks.benchmark.questions import loads_of
 from tasks.benchmark.recording_proxy import Recorded, RecordingProxy
-from tasks.benchmark.sglang_tool import run_tool
+from tasks.benchmark.sglang_tool import require_tool, run_tool
 from tasks.common.console import console
 from tasks.common.errors import DraftlineError
 from tasks.common.files import REPORTS, write_json
@@ -40,13 +40,16 @@ _EVERY_STEP = flag(
 
 
 def main() -> None:
+    require_tool()
     params = load_params()
     loads, plan = _loads(params), speculative_plan(params).adding((_EVERY_STEP,))
     with Server(plan) as server, RecordingProxy(server.url) as proxy:
         overlaps = not server.server_info().get("disable_overlap_schedule")
-        runs = [(load, _runs(server, proxy, plan, load, params)) for load in loads]
-    report = _report(runs, params, overlaps)
-    write_json(REPORT, report)
+        runs: list[tuple[Load, list[Run]]] = []
+        for load in loads:
+            runs.append((load, _runs(server, proxy, plan, load, params)))
+            report = {"complete": len(runs) == len(loads)} | _report(runs, params, overlaps)
+            write_json(REPORT, report)
     show(report)
 
 
@@ -72,7 +75,12 @@ def _runs(server: Server, proxy: RecordingProxy, plan: ServerPlan, load: Load, p
         ours = _own_pass(server, load, repeat) if repeat % 2 else None
         _say(f"{load.name}, {load.concurrency} at once: pass {repeat + 1} of {params.benchmark.repeats}")
         server.flush_cache()  # which also sets the server's counters back
-        theirs = run_tool(proxy.url, plan, load, _FOLDER)
+        try:
+            with server.waiting():
+                theirs = run_tool(proxy.url, plan, load, _FOLDER)
+        except DraftlineError:
+            server.require_alive()
+            raise
         recorded = in_order(proxy.take(), load.questions)
         counted = server.server_info()["internal_states"][0]["avg_spec_accept_length"]
         runs.append(Run(theirs, recorded, counted, ours or _own_pass(server, load, repeat)))

@@ -189,7 +189,10 @@ def _two_runs(runs: Sequence[Run]) -> str:
     )
     reasons = [f"two runs, and passes of one client differ by up to {spread:.1%} among themselves"]
     if streamed < asked:
-        reasons.append(f"the tool reads every answer piece by piece, our traffic {streamed} of {asked}")
+        reasons.append(
+            f"the tool reads every answer piece by piece and through the recording proxy, our traffic {streamed} of {asked} and "
+            f"directly"
+        )
     return "; ".join(reasons)
 
 

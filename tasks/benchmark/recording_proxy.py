@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from aiohttp import ClientSession, web
 
 _MAX_BODY_BYTES = 2**30
+# A server that hangs is ended elsewhere: nobody waits for its answers here.
+_SHUTDOWN_S = 1.0
 _PASSED_ON = ("content-type", "authorization")
 
 
@@ -75,7 +77,7 @@ class RecordingProxy:
         session = ClientSession(timeout=ClientTimeout(total=None), connector=TCPConnector(limit=0))
         application = web.Application(client_max_size=_MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._pass_on)
-        runner = web.AppRunner(application, access_log=None)
+        runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         return runner, session, runner.addresses[0][1]

@@ -1,5 +1,6 @@
 """SGLang's own benchmark, `python -m sglang.benchmark.serving`, asked to send exactly our questions; 0.5.16 and 0.5.23."""
 
+import importlib.util
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_jsonl, write_jsonl
 from tasks.common.server_plan import ServerPlan, process_environment
-from tasks.common.traffic import Load, Question
+from tasks.common.traffic import Load, Question, cache_key
 
 _TIMEOUT_S = 3600
 
@@ -56,6 +57,17 @@ class ToolResult:
             ) from None
 
 
+def require_tool() -> None:
+    """
+    Raises:
+        DraftlineError: the tool cannot be imported here: it wants `datasets`, which serving does not.
+    """
+    if importlib.util.find_spec("datasets") is None:
+        raise DraftlineError(
+            "sglang.benchmark.serving imports the package `datasets`, which is not installed: pip install datasets."
+        )
+
+
 def run_tool(url: str, plan: ServerPlan, load: Load, folder: Path) -> ToolResult:
     """Send a load with SGLang's tool.
 
@@ -69,16 +81,19 @@ def run_tool(url: str, plan: ServerPlan, load: Load, folder: Path) -> ToolResult
     questions, result = folder / "questions.jsonl", folder / "result.jsonl"
     write_jsonl(questions, question_rows(load.questions))
     result.unlink(missing_ok=True)
-    done = subprocess.run(
-        command(url, plan.target, load, questions, result),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        encoding="utf-8",
-        errors="replace",
-        env=process_environment(plan.environment),
-        timeout=_TIMEOUT_S,
-    )
+    try:
+        done = subprocess.run(
+            command(url, plan.target, load, questions, result),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+            env=process_environment(plan.environment),
+            timeout=_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        raise DraftlineError(f"sglang.benchmark.serving had not ended after {_TIMEOUT_S} s.") from None
     if done.returncode or not result.exists():
         raise DraftlineError(f"sglang.benchmark.serving failed (exit code {done.returncode}):\n{done.stdout[-3000:]}")
     [row] = read_jsonl(result)
@@ -91,12 +106,16 @@ def run_tool(url: str, plan: ServerPlan, load: Load, folder: Path) -> ToolResult
 
 
 def question_rows(questions: Sequence[Question]) -> list[dict[str, Any]]:
-    """Rows of its data set `openai`, whose other fields it adds to the request: `input_ids` takes the place of the message.
+    """Rows of its data set `openai`, whose other fields it adds to the request: `input_ids` takes the place of the message, and
+    `extra_key` keeps a question that is asked again out of the prefix cache, as in our own traffic.
 
     No other of its data sets sends token ids of a file, and text would be tokenised again.
     """
     message = [{"role": "user", "content": "-"}]
-    return [{"messages": message, "input_ids": question.token_ids} for question in questions]
+    return [
+        {"messages": message, "input_ids": question.token_ids, "extra_key": cache_key(number)}
+        for number, question in enumerate(questions)
+    ]
 
 
 def command(url: str, target: Path, load: Load, questions: Path, result: Path) -> list[str]:

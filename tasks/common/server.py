@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -196,9 +196,12 @@ class Server(SGLangClient):
     @contextmanager
     def _explained(self, *args: Any) -> Iterator[None]:
         """Within the block an answer is waited for: a server that hangs is ended, and the connection with it."""
-        waiting = self._watch.waiting() if self._watch else nullcontext()
-        with super()._explained(*args), waiting:
+        with super()._explained(*args), self.waiting():
             yield
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Within the block somebody else waits for the server: if it hangs it is ended."""
+        return self._watch.waiting() if self._watch else nullcontext()
 
     def _prove_identity(self) -> None:
         """A health check may be answered by an old server that still holds the port (failure mode S1)."""

@@ -163,7 +163,12 @@ def ask(server: SGLangClient, load: Load, number: int, stream: bool) -> Completi
     """Ask one request of a load. A question that is asked over again is computed over again: each request has a prefix cache
     of its own."""
     question = load.questions[number]
-    return server.generate(question.token_ids, load.sampling, cache_key=f"request-{number}", stream=stream)
+    return server.generate(question.token_ids, load.sampling, cache_key=cache_key(number), stream=stream)
+
+
+def cache_key(number: int) -> str:
+    """Of a request of a load: it shares the prefix cache with the same request of other passes alone, before which it is emptied."""
+    return f"request-{number}"
 
 
 def _shared(numbers: Iterator[int], lock: threading.Lock) -> Iterator[int]:

@@ -13,7 +13,7 @@ from tasks.benchmark.recording_proxy import Recorded, RecordingProxy
 from tasks.benchmark.sglang_tool import ToolResult, question_rows
 from tasks.common.errors import DraftlineError
 from tasks.common.sglang_client import Completion, SGLangClient
-from tasks.common.traffic import Load, Pass, Question, run_load
+from tasks.common.traffic import Load, Pass, Question, cache_key, run_load
 
 QUESTIONS = (Question("a", "chat", [5, 6]), Question("b", "chat", [7, 8, 9]))
 LOAD = Load("heldout", QUESTIONS, 2, 0.0, 8)
@@ -111,6 +111,12 @@ def test_requests_that_overtook_each_other_are_told_apart_by_their_tokens():
 
 def test_the_tool_is_given_token_ids_as_fields_of_the_request():
     assert [row["input_ids"] for row in question_rows(QUESTIONS)] == [[5, 6], [7, 8, 9]]
+
+
+def test_a_question_that_is_asked_again_is_computed_again_as_in_our_own_traffic():
+    keys = [row["extra_key"] for row in question_rows([*QUESTIONS, *QUESTIONS])]
+    assert len(set(keys)) == 4
+    assert keys == [cache_key(number) for number in range(4)]
 
 
 def test_what_the_tool_wrote_is_read():
