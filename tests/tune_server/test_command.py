@@ -145,7 +145,7 @@ def test_a_search_on_real_servers_after_one_that_was_killed(served):
         time.sleep(0.1)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    found = started(6)
+    found = started(4)
     said, log = found.communicate()
     assert found.returncode == 0, log
     assert "killed a baseline server that a dead run left" in log
