@@ -18,6 +18,7 @@ from tasks.common import shard as shard_module
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_json, write_jsonl
 from tasks.common.hidden_states import FORMAT_VERSION, HIDDEN_STATES, HiddenStates
+from tasks.common.parity import Agreement
 from tasks.common.responses import RESPONSES, Response
 from tasks.common.ring import is_freed
 from tasks.common.server_session import Process, ServerRecord, boot_id, kill_session, record_path, session_processes
@@ -67,9 +68,10 @@ def test_states_are_layer_outputs_and_the_normed_last_state(params):
         assert sample.input_ids.tolist() == response.token_ids
         assert sample.loss_mask.tolist() == response.loss_mask
         for slot, layer in enumerate(layers):
-            torch.testing.assert_close(sample.aux[:, slot], expected[layer + 1][0], rtol=1e-4, atol=1e-4)
-            assert not torch.allclose(sample.aux[:, slot], expected[layer][0], rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(sample.last, expected[-1][0], rtol=1e-4, atol=1e-4)
+            # Relative to the state's norm: how far single values are rounded depends on the processor and on their size.
+            assert Agreement.of(sample.aux[:, slot], expected[layer + 1][0]).relative_error < 1e-5
+            assert Agreement.of(sample.aux[:, slot], expected[layer][0]).relative_error > 1e-2
+        assert Agreement.of(sample.last, expected[-1][0]).relative_error < 1e-5
 
 
 def test_no_padding_is_stored(params):
