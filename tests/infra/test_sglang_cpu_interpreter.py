@@ -40,9 +40,13 @@ print(torch.ops.torchvision.nms, sgl_kernel.__file__, hasattr(torch.ops.sgl_kern
 
 
 def test_the_first_cosine_and_sine_of_a_server_are_one_threads_work():
-    """Not the rotary table's, which is several threads' work and is kept."""
+    """Not the rotary table's, which is several threads' work and is kept.
+
+    Where the processor has AMX, SGLang imports the operators at once, elsewhere with the model's class: before the table.
+    """
     code = """
 with FirstCalls() as first:
+    import sglang.srt.models.llama
     from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
     RotaryEmbedding(16, 16, 1024, 10000, True, torch.float32)
