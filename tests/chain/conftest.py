@@ -18,7 +18,7 @@ SMALL = {
     "prompts": {"max_train": 48, "max_heldout": 12},
     "regenerate": {"max_new_tokens": 32},
     "train_draft": {"max_steps": 40, "checkpoint_every": 10, "evaluate_every": 20},
-    "benchmark": {"num_prompts": 4, "max_new_tokens": 24, "concurrency": [1, 2], "warmup_prompts": 1},
+    "benchmark": {"num_prompts": 4, "max_new_tokens": 24, "concurrency": [1], "warmup_prompts": 1},
     "gates": {"min_prompts": 4, "min_predicted_accept_length": 1.0, "min_accept_length": 1.0},
 }
 
