@@ -80,7 +80,10 @@ def in_processes(number: int, function: Callable, *arguments: Any) -> list[Any]:
         run_id=str(os.getpid()),
         start_method="fork",
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        # In numbers: a name is looked up under a lock of the C library, and a fork keeps it locked for ever where a thread of
+        # this process holds it at that moment (seen once: Prefect's).
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
         monitor_interval=0.05,
     )
     returned = elastic_launch(config, _one_thread)(function, arguments)
