@@ -1,6 +1,5 @@
 """Who is asked: the plain server, the one with our draft, and those with other people's drafts."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tasks.common.params import Params
@@ -31,8 +30,3 @@ def arms_of(params: Params) -> list[Arm]:
         folder = locate_draft(draft, f"benchmark.drafts.{name}")
         arms.append(Arm(name, speculative_plan(params, folder, port=port + number, own=False)))
     return arms
-
-
-def drafted(arms: Sequence[Arm]) -> list[Arm]:
-    """Those that speculate."""
-    return [arm for arm in arms if arm.plan.draft]

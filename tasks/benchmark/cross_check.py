@@ -12,7 +12,6 @@ import argparse
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from importlib.metadata import version
 
 from tasks.benchmark.cross_check_pairs import LIMIT, Run, pair_rows
@@ -68,8 +67,7 @@ def _loads(params: Params) -> list[Load]:
 
 def _runs(server: Server, proxy: RecordingProxy, plan: ServerPlan, load: Load, params: Params) -> list[Run]:
     """The tool and our own traffic in turn; who goes first alternates."""
-    warm = params.benchmark.warmup_prompts * load.concurrency
-    run_load(server, replace(load, questions=load.questions[:warm]), "warm-up")
+    run_load(server, load.warm_up(params.benchmark.warmup_prompts), "warm-up")
     runs = []
     for repeat in range(params.benchmark.repeats):
         ours = _own_pass(server, load, repeat) if repeat % 2 else None

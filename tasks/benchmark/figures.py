@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median, stdev
 
+from tasks.benchmark.cells import POOLED
 from tasks.common.acceptance import Acceptance, pool
 from tasks.common.sglang_client import Completion
 from tasks.common.traffic import Load, Pass, Question, percentile
@@ -135,7 +136,7 @@ def pooled(comparisons: Sequence[Comparison]) -> Comparison:
     """Several sets as one."""
     baseline = tuple(one for of_set in comparisons for one in of_set.baseline)
     return Comparison(
-        comparisons[0].draft, "all", baseline, tuple(one for of_set in comparisons for one in of_set.drafted)
+        comparisons[0].draft, POOLED, baseline, tuple(one for of_set in comparisons for one in of_set.drafted)
     )
 
 

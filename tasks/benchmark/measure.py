@@ -1,12 +1,12 @@
 """Asking every server the same: same token ids, same flags, in turn, warm, the prefix cache emptied before each pass."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tasks.benchmark.arms import Arm
 from tasks.benchmark.conditions import require_equal_conditions, require_equal_environments
-from tasks.common.params import Benchmark, Params
+from tasks.common.params import Params
 from tasks.common.progress import progress
 from tasks.common.server import Server, running
 from tasks.common.server_memory import fit_together
@@ -50,7 +50,7 @@ def measure(
     passes, infos = [], {}
     groups = [list(arms)] if side_by_side else [[arm] for arm in arms]
     asked = params.benchmark
-    warm = [_warm_up(load, asked) for load in _one_a_kind(loads)]
+    warm = [load.warm_up(asked.warmup_prompts) for load in _one_a_kind(loads)]
     answers = sum(
         len(load.questions) for load in [*warm, *loads, *(load for load in loads for _ in range(asked.repeats - 1))]
     )
@@ -75,11 +75,6 @@ def measure(
 def _one_a_kind(loads: Sequence[Load]) -> Iterator[Load]:
     """A load of each concurrency and temperature: what a server captures or compiles depends on both."""
     return iter({(load.concurrency, load.temperature): load for load in reversed(loads)}.values())
-
-
-def _warm_up(load: Load, asked: Benchmark) -> Load:
-    count = asked.warmup_prompts * load.concurrency
-    return replace(load, questions=tuple(load.questions[number % len(load.questions)] for number in range(count)))
 
 
 def _passes(servers: Sequence[_Running], load: Load, repeat: int, on_answer: Callable[[], object]) -> list[Pass]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from importlib.metadata import version
 
 from tasks.benchmark.arms import BASELINE, OURS, Arm
+from tasks.benchmark.cells import requests
 from tasks.benchmark.conditions import shown
 from tasks.benchmark.figures import Comparison, Pair, compare, speed
 from tasks.benchmark.measure import Measured
@@ -85,20 +86,19 @@ def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> I
     for one in comparisons:
         if (one.draft, one.name, one.load.temperature) != (OURS, of_set, 0):
             continue
-        requests = one.load.concurrency
+        concurrency = one.load.concurrency
         verdict, *further = advice(
             one.acceptance.accept_length,
             one.acceptance.survival(serve.num_steps),
             serve.num_steps,
             one.break_even,
             topk=serve.eagle_topk,
-            draft_step_share=measured_step_share(requests, serve.num_steps, serve.eagle_topk, measured_with),
+            draft_step_share=measured_step_share(concurrency, serve.num_steps, serve.eagle_topk, measured_with),
             scaling=scaling,
         )
         fresh = [sentence for sentence in further if sentence not in said]
         said.update(further)
-        users = "1 request at a time" if requests == 1 else f"{requests} requests at once"
-        yield f"{users}: {' '.join([verdict, *fresh])}"
+        yield f"{requests(concurrency)}: {' '.join([verdict, *fresh])}"
 
 
 def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import quantiles
 from time import perf_counter
 
@@ -57,6 +57,11 @@ class Load:
         """At least `least` requests and four a user; a set that has fewer questions is asked over again."""
         asked = tuple(questions[number % len(questions)] for number in range(requests_of(least, concurrency)))
         return cls(name, asked, concurrency, temperature, max_new_tokens)
+
+    def warm_up(self, per_user: int) -> "Load":
+        """The same with so many requests of each user."""
+        count = per_user * self.concurrency
+        return replace(self, questions=tuple(self.questions[number % len(self.questions)] for number in range(count)))
 
     @property
     def key(self) -> tuple[str, int, float]:

@@ -3,14 +3,13 @@
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from statistics import median
 
 from tasks.common.acceptance import pool
 from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
 from tasks.common.sglang_client import Completion
-from tasks.common.traffic import Load, Pass, Question, run_load
+from tasks.common.traffic import Load, Pass, Question, ask, run_load
 from tasks.tune_server.candidates import PLAIN, Candidate
 from tasks.tune_server.costs import REPEATS
 from tasks.tune_server.results import Result
@@ -69,9 +68,7 @@ class ServerBench:
         began, before = time.monotonic(), set(self._fleet.running)
         asked.fail(self._fleet.ensure(group, standing))
         new = [candidate for candidate in group if candidate not in before and candidate not in asked.failed]
-        count = self._params.benchmark.warmup_prompts * self._concurrency
-        load = asked.load
-        warm = replace(load, questions=tuple(load.questions[number % len(load.questions)] for number in range(count)))
+        load, warm = asked.load, asked.load.warm_up(self._params.benchmark.warmup_prompts)
         for candidate in new:
             with self._surviving(candidate, asked):
                 self._require_room(candidate, load)
@@ -97,12 +94,12 @@ class ServerBench:
             return
         # One request at a time, each question asked of every server before the next one is: a slow moment slows all.
         answers: dict[Candidate, list[Completion]] = {candidate: [] for candidate in asked.alive(group)}
-        for number, question in enumerate(asked.load.questions):
+        for number in range(len(asked.load.questions)):
             for candidate in asked.alive(order if number % 2 == 0 else order[::-1]):
                 self._budget.require()
                 with self._surviving(candidate, asked):
                     server = self._fleet.running[candidate]
-                    answers[candidate].append(server.generate(question.token_ids, asked.load.sampling, stream=True))
+                    answers[candidate].append(ask(server, asked.load, number, stream=True))
         for candidate in asked.alive(group):
             given = tuple(answers[candidate])
             seconds = sum(answer.seconds for answer in given)
