@@ -38,8 +38,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tune", "profile", "benchmark", "cross_check")
 TUNED = REPORTS / "tuned_params.yaml"
 SECONDS, PROJECT = Path("seconds.json"), Path("project.json")
-# Of the arguments, what may differ between two calls that work on the same project.
-_OF_A_CALL = ("work", "parts", "limit", "tune_minutes", "requests")
+# Of the arguments, what may differ between two calls that work on the same project: what is asked, not what is served.
+_OF_A_CALL = ("work", "parts", "limit", "tune_minutes", "requests", "concurrency", "temperatures", "questions")
 _GRACE_S = 60
 
 
@@ -49,6 +49,8 @@ def main() -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     os.chdir(args.work)
     _make_project(args)
+    asked = {"concurrency": args.concurrency, "temperatures": args.temperatures, "num_prompts": args.questions}
+    _change("benchmark", asked)
     commands = {
         "tune": ["tasks.tune_server", "--minutes", str(args.tune_minutes), "--concurrency", "1"],
         "profile": ["tasks.profile_server", "--requests", *map(str, args.requests)],
@@ -65,7 +67,7 @@ def main() -> None:
         write_json(SECONDS, took)
         print(f"{part}: {took[part]}", flush=True)
         if part == "tune" and code == 0:
-            _serve(yaml.safe_load(TUNED.read_text())["serve"])
+            _change("serve", yaml.safe_load(TUNED.read_text())["serve"])  # the parts behind it serve its plan
     sys.exit(int(any(took[part]["exit_code"] for part in args.parts)))
 
 
@@ -83,7 +85,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--tune-minutes", type=float, default=8)
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 16, 64], help="at once, of the profile")
+    parser.add_argument("--most-requests", type=int, default=64, help="that a server runs at once")
     parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 1.0])
     parser.add_argument("--questions", type=int, default=24, help="of a set, at the least")
     parser.add_argument("--max-new-tokens", type=int, default=256)
     parser.add_argument(
@@ -103,7 +107,6 @@ def _make_project(args: argparse.Namespace) -> None:
             differing = [name for name in project if earlier.get(name) != project[name]]
             raise SystemExit(f"{args.work} was made with other values of {', '.join(differing)}: name another --work.")
         return
-    most = max(args.concurrency)
     aux = DraftFiles.open(args.draft).config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     params = Params.model_validate(
         {
@@ -112,17 +115,14 @@ def _make_project(args: argparse.Namespace) -> None:
             "train_draft": {"ttt_length": args.ttt_length},
             "serve": {
                 "context_length": 2048,
-                "max_running_requests": most,
-                "max_total_tokens": max(20_000, 1024 * most),
+                "max_running_requests": args.most_requests,
+                "max_total_tokens": max(20_000, 1024 * args.most_requests),
                 "mem_fraction_static": 0.3 if args.device == "cpu" else 0.5,
                 "extra_args": args.extra_args.split(),
             },
             "benchmark": {
                 "sets": {path.stem: str(path) for path in sorted(args.sets.glob("*.jsonl"))},
-                "num_prompts": args.questions,
                 "max_new_tokens": args.max_new_tokens,
-                "concurrency": args.concurrency,
-                "temperatures": [0.0, 1.0],
                 "warmup_prompts": 1,
             },
         }
@@ -149,10 +149,10 @@ def _write_heldout(folder: Path) -> None:
     write_atomically(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
-def _serve(tuned: dict) -> None:
-    """Take the tuner's plan over."""
+def _change(section: str, values: dict) -> None:
+    """Of params.yaml."""
     params = yaml.safe_load(PARAMS.read_text())
-    params["serve"] |= tuned
+    params[section] |= values
     write_atomically(PARAMS, yaml.safe_dump(params, sort_keys=False).encode())
 
 

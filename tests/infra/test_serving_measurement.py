@@ -79,9 +79,9 @@ def test_the_tuners_plan_replaces_the_settings_that_it_names(arguments, monkeypa
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     measure_serving._make_project(args)
-    measure_serving._serve({"num_steps": 2, "num_draft_tokens": 3})
+    measure_serving._change("serve", {"num_steps": 2, "num_draft_tokens": 3})
     assert (load_params().serve.num_steps, load_params().serve.max_running_requests) == (2, 64)
     with pytest.raises(DraftlineError, match="num_draft_tokens"):
-        measure_serving._serve({"num_steps": 4})
+        measure_serving._change("serve", {"num_steps": 4})
         load_params()
     assert read_json(measure_serving.PROJECT)["dtype"] == "float32"
