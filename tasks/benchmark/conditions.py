@@ -75,8 +75,8 @@ def require_equal_conditions(infos: dict[str, dict[str, Any]], loads: Sequence[L
                 f"speeds would say nothing of the draft: {'; '.join(differing)}. Give both the same flags (serve.extra_args goes "
                 f"to both); where SGLang changes one on its own once it speculates, set it there."
             )
-    most = max(loads, key=lambda load: load.most_tokens)
-    needed = most.most_tokens + most.concurrency * draft_tokens
+    most = max(loads, key=lambda load: load.most_tokens(draft_tokens))
+    needed = most.most_tokens(draft_tokens)
     for name, info in infos.items():
         if (room := info.get(_POOL)) is not None and room < needed:
             raise DraftlineError(

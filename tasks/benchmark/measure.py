@@ -11,7 +11,7 @@ from tasks.common.progress import progress
 from tasks.common.server import Server, running
 from tasks.common.server_memory import fit_together
 from tasks.common.sglang_client import Completion
-from tasks.common.traffic import Load, Pass, ask, run_load
+from tasks.common.traffic import Load, Pass, ask, in_turn, run_load
 
 # An arm and the server that runs for it.
 _Running = tuple[Arm, Server]
@@ -88,14 +88,8 @@ def _passes(servers: Sequence[_Running], load: Load, repeat: int, on_answer: Cal
 def _question_by_question(
     servers: Sequence[_Running], load: Load, repeat: int, on_answer: Callable[[], object]
 ) -> list[Pass]:
-    """One request at a time, each question asked of every server before the next one is."""
     answers: dict[str, list[Completion]] = {arm.name: [] for arm, _ in servers}
-    for number in range(len(load.questions)):
-        # Nobody always finds the processor's caches as another server left them.
-        for arm, server in servers if number % 2 == 0 else reversed(servers):
-            answers[arm.name].append(ask(server, load, number, stream=True))
-            on_answer()
-    return [
-        Pass(name, load, repeat, sum(answer.seconds for answer in given), tuple(given))
-        for name, given in answers.items()
-    ]
+    for number, (arm, server) in in_turn(load, servers):
+        answers[arm.name].append(ask(server, load, number, stream=True))
+        on_answer()
+    return [Pass.in_turn(name, load, repeat, given) for name, given in answers.items()]

@@ -6,6 +6,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from statistics import quantiles
 from time import perf_counter
+from typing import TypeVar
 
 from tasks.common.sglang_client import Completion, SGLangClient
 
@@ -13,6 +14,7 @@ from tasks.common.sglang_client import Completion, SGLangClient
 _REQUESTS_A_USER = 4
 # So many of the users read their answers piece by piece; more would measure this client and not the server.
 _STREAMS = 4
+_Server = TypeVar("_Server")
 
 
 @dataclass(frozen=True)
@@ -72,11 +74,10 @@ class Load:
     def sampling(self) -> dict[str, float]:
         return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
 
-    @property
-    def most_tokens(self) -> int:
-        """Tokens that the requests which run at once can come to hold in the KV cache."""
+    def most_tokens(self, draft_tokens: int) -> int:
+        """Tokens that the requests which run at once can come to hold in the KV cache, each with those of a round beside its own."""
         longest = max(len(question.token_ids) for question in self.questions)
-        return self.concurrency * (longest + self.max_new_tokens)
+        return self.concurrency * (longest + self.max_new_tokens + draft_tokens)
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ class Pass:
     repeat: int
     seconds: float
     answers: tuple[Completion, ...]
+
+    @classmethod
+    def in_turn(cls, arm: str, load: Load, repeat: int, answers: Sequence[Completion]) -> "Pass":
+        """Of requests that were asked one at a time, others between them."""
+        return cls(arm, load, repeat, sum(answer.seconds for answer in answers), tuple(answers))
 
     @property
     def tokens(self) -> int:
@@ -162,6 +168,15 @@ def run_load(
     seconds = perf_counter() - began
     pool.shutdown()
     return Pass(arm, load, repeat, seconds, tuple(answers))
+
+
+def in_turn(load: Load, servers: Sequence[_Server]) -> Iterator[tuple[int, _Server]]:
+    """Each question for every server before the next one is, so that a slow moment slows all.
+
+    Who goes first alternates: nobody always finds the processor's caches as another server left them.
+    """
+    for number in range(len(load.questions)):
+        yield from ((number, server) for server in (servers if number % 2 == 0 else reversed(servers)))
 
 
 def ask(server: SGLangClient, load: Load, number: int, stream: bool) -> Completion:

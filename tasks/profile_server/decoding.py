@@ -68,7 +68,8 @@ def trace_steps(server: ProfiledServer, prompts: Sequence[list[int]], requests: 
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    with _decoding(server, prompts, requests) as others:
+    tokens = _tokens_that_last(server, prompts, requests)
+    with _decoding(server, prompts, requests, tokens) as others:
         server.start_profile(folder.resolve(), _TRACED_STEPS)
         deadline = time.monotonic() + _TRACE_TIMEOUT_S
         while not (found := [path for path in folder.glob("*TP-0*.trace.json.gz") if is_whole(path)]):
@@ -92,7 +93,7 @@ def _time_step(server: ProfiledServer, prompts: Sequence[list[int]], requests: i
         _require_running(others, server)
         return answer
 
-    with _decoding(server, prompts, requests - 1) as others:
+    with _decoding(server, prompts, requests - 1, _tokens_that_last(server, prompts, requests)) as others:
         ask(_SHORT_TOKENS)  # its prompt is in the prefix cache from here on
         short = ask(_SHORT_TOKENS)
         more = round(_LONG_S / short.seconds * _SHORT_TOKENS)
@@ -106,9 +107,10 @@ def _steps(answer: Completion) -> int:
 
 
 @contextmanager
-def _decoding(server: ProfiledServer, prompts: Sequence[list[int]], requests: int) -> Iterator[list[Future]]:
-    """Keep so many requests decoding until the block ends."""
-    tokens = _tokens_that_last(server, prompts)
+def _decoding(
+    server: ProfiledServer, prompts: Sequence[list[int]], requests: int, tokens: int
+) -> Iterator[list[Future]]:
+    """Keep so many requests decoding until the block ends, or each has come to `tokens` new ones."""
     with ThreadPoolExecutor(max_workers=max(1, requests)) as pool:
         since = time.time()
         futures = [
@@ -145,20 +147,29 @@ def _require_running(futures: Sequence[Future], server: ProfiledServer) -> None:
             future.result()
             raise DraftlineError(
                 f"a request of the {server.plan.kind} server ended after {len(future.result().output_ids)} tokens, before the "
-                f"measurement did: fewer than {len(futures)} were left at once. Raise serve.context_length, so that they can "
-                f"last."
+                f"measurement did: fewer than {len(futures)} were left at once. Raise serve.context_length and "
+                f"serve.max_total_tokens, so that they can last, or profile fewer with --requests."
             )
 
 
-def _tokens_that_last(server: ProfiledServer, prompts: Sequence[list[int]]) -> int:
-    """New tokens that take `_ROUNDS` rounds however many are accepted, as far as the context holds them."""
+def _tokens_that_last(server: ProfiledServer, prompts: Sequence[list[int]], requests: int) -> int:
+    """New tokens that take `_ROUNDS` rounds however many are accepted, as far as the context, and the cache for all requests
+    at once, hold them: SGLang lets a request wait for which it sees no room to its end.
+
+    Raises:
+        DraftlineError: the cache holds no token more than the prompts.
+    """
     settings = {flag.name: flag.values for flag in server.plan.flags}
-    room = int(settings["--context-length"][0]) - max(map(len, prompts)) - 1
-    if server.plan.draft is None:
-        return min(_ROUNDS, room)
-    # SGLang keeps room for a round's draft tokens behind each prompt.
-    room -= int(settings["--speculative-num-draft-tokens"][0])
-    return min(_ROUNDS * (int(settings["--speculative-num-steps"][0]) + 1), room)
+    steps, draft_tokens = 0, 0
+    if server.plan.draft is not None:  # SGLang keeps room for a round's draft tokens behind each prompt
+        steps, draft_tokens = (int(settings[f"--speculative-num-{name}"][0]) for name in ("steps", "draft-tokens"))
+    cache, taken = server.server_info()["max_total_num_tokens"], max(map(len, prompts)) + 1 + draft_tokens
+    if cache < requests * (taken + 1):
+        raise DraftlineError(
+            f"the {server.plan.kind} server's KV cache holds {cache} tokens, and {requests} requests at once need more than "
+            f"{requests * taken}. Raise serve.max_total_tokens, or profile fewer with --requests."
+        )
+    return min(_ROUNDS * (steps + 1), int(settings["--context-length"][0]) - taken, cache // requests - taken)
 
 
 def _sampling(tokens: int) -> dict:

@@ -9,7 +9,7 @@ from tasks.common.acceptance import pool
 from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
 from tasks.common.sglang_client import Completion
-from tasks.common.traffic import Load, Pass, Question, ask, run_load
+from tasks.common.traffic import Load, Pass, Question, ask, in_turn, run_load
 from tasks.tune_server.candidates import PLAIN, Candidate
 from tasks.tune_server.costs import REPEATS
 from tasks.tune_server.results import Result
@@ -65,6 +65,10 @@ class ServerBench:
         return Load.of("heldout", self._questions, questions, self._concurrency, 0.0, asked.max_new_tokens)
 
     def _start(self, group: Sequence[Candidate], standing: Sequence[Candidate], asked: "_Asked") -> None:
+        if self.starts_together and not self._fleet.running:
+            # The first on a fresh host reads all from disk and compiles kernels that the others find: what it takes says
+            # nothing of them, so it is alone and does not count.
+            asked.fail(self._fleet.ensure([PLAIN], standing))
         began, before = time.monotonic(), set(self._fleet.running)
         asked.fail(self._fleet.ensure(group, standing))
         new = [candidate for candidate in group if candidate not in before and candidate not in asked.failed]
@@ -78,8 +82,9 @@ class ServerBench:
 
     def _require_room(self, candidate: Candidate, load: Load) -> None:
         room = self._fleet.running[candidate].server_info().get("max_total_num_tokens")
-        if room is not None and room < load.most_tokens:
-            raise DraftlineError(f"its cache holds {room} tokens, and the requests can come to {load.most_tokens}")
+        needed = load.most_tokens(candidate.shape.draft_tokens if candidate.shape else 0)
+        if room is not None and room < needed:
+            raise DraftlineError(f"its cache holds {room} tokens, and the requests can come to {needed}")
 
     def _pass(self, group: Sequence[Candidate], repeat: int, asked: "_Asked") -> None:
         for candidate in asked.alive(group):
@@ -92,18 +97,15 @@ class ServerBench:
                     server = self._fleet.running[candidate]
                     asked.add(run_load(server, asked.load, candidate.name, repeat, self._budget.require), candidate)
             return
-        # One request at a time, each question asked of every server before the next one is: a slow moment slows all.
         answers: dict[Candidate, list[Completion]] = {candidate: [] for candidate in asked.alive(group)}
-        for number in range(len(asked.load.questions)):
-            for candidate in asked.alive(order if number % 2 == 0 else order[::-1]):
-                self._budget.require()
-                with self._surviving(candidate, asked):
-                    server = self._fleet.running[candidate]
-                    answers[candidate].append(ask(server, asked.load, number, stream=True))
+        for number, candidate in in_turn(asked.load, order):
+            if candidate in asked.failed:
+                continue
+            self._budget.require()
+            with self._surviving(candidate, asked):
+                answers[candidate].append(ask(self._fleet.running[candidate], asked.load, number, stream=True))
         for candidate in asked.alive(group):
-            given = tuple(answers[candidate])
-            seconds = sum(answer.seconds for answer in given)
-            asked.add(Pass(candidate.name, asked.load, repeat, seconds, given), candidate)
+            asked.add(Pass.in_turn(candidate.name, asked.load, repeat, answers[candidate]), candidate)
 
     @contextmanager
     def _surviving(self, candidate: Candidate, asked: "_Asked") -> Iterator[None]:

@@ -47,9 +47,9 @@ def test_so_many_at_once_and_at_least_four_requests_each(concurrency, requests, 
     assert server.streamed == streams if streams else 0 < server.streamed < requests
 
 
-def test_cache_room_is_for_the_longest_question_of_each_user():
+def test_cache_room_is_for_the_longest_question_and_the_draft_of_each_user():
     load = Load.of("set", [Question("a", "d", [1] * 10), Question("b", "d", [1])], 2, 3, 0.0, 4)
-    assert load.most_tokens == 3 * (10 + 4)
+    assert load.most_tokens(8) == 3 * (10 + 4 + 8)
 
 
 def test_after_a_failure_nobody_asks_further():

@@ -20,7 +20,7 @@ from tasks.common.server_session import port_is_free
 from tasks.common.target import TARGET, target_contract
 from tasks.prepare_target.prepare import prepare_target
 from tasks.profile_server.__main__ import _requests
-from tasks.profile_server.decoding import ProfiledServer, step_ms
+from tasks.profile_server.decoding import ProfiledServer, _tokens_that_last, step_ms
 from tests.ports import free_port_pair
 from tests.random_draft import VOCAB, write_random_draft
 
@@ -110,6 +110,15 @@ def test_requests_that_wait_for_others_are_not_timed(plain_server, monkeypatch):
     prompts = [answer.prompt_token_ids for answer in _answers()]
     with pytest.raises(DraftlineError, match=r"baseline server runs 2 of 3 requests at once.*serve.max_total_tokens"):
         step_ms(plain_server, prompts, 4)
+
+
+@pytest.mark.faults
+def test_requests_last_as_long_as_the_cache_holds_all_of_them(plain_server):
+    prompts = [answer.prompt_token_ids for answer in _answers()]
+    assert _tokens_that_last(plain_server, prompts, 2) == 640
+    assert _tokens_that_last(plain_server, prompts, 30) == 8192 // 30 - 41
+    with pytest.raises(DraftlineError, match=r"holds 8192 tokens, and 200 requests at once need more than 8200"):
+        step_ms(plain_server, prompts, 200)
 
 
 @pytest.mark.faults

@@ -3,10 +3,12 @@
 import pytest
 
 from tasks.common.errors import DraftlineError
+from tasks.common.params import Params
 from tasks.common.sglang_client import Completion
 from tasks.common.traffic import Load, Pass, Question
 from tasks.tune_server.candidates import PLAIN, Candidate, Shape
-from tasks.tune_server.measure import _Asked, result_of
+from tasks.tune_server.measure import ServerBench, _Asked, result_of
+from tasks.tune_server.servers import Budget, OutOfBudget
 
 LOAD = Load("heldout", (Question("q0", "chat", [1]), Question("q1", "chat", [1])), 1, 0.0, 9)
 DRAFTED = Candidate(Shape(2, 1, 3))
@@ -86,3 +88,27 @@ def test_a_candidate_that_fails_leaves_the_others_and_the_plain_server_ends_it()
     assert asked.measured([DRAFTED], 0).failed == {DRAFTED: "out of memory"}
     with pytest.raises(DraftlineError, match=r"the plain server failed.*port 30000 is in use"):
         asked.fail({PLAIN: "port 30000 is in use"})
+
+
+class FreshHost:
+    """Servers that are asked for, in groups; the second group is not up in time."""
+
+    limit, starts_together = 4, True
+
+    def __init__(self):
+        self.running, self.groups = {}, []
+
+    def ensure(self, wanted, standing):
+        self.groups.append(list(wanted))
+        if len(self.groups) > 1:
+            raise OutOfBudget
+        self.running |= dict.fromkeys(wanted)
+        return {}
+
+
+def test_on_a_gpu_the_plain_server_compiles_alone_for_those_that_start_together():
+    fleet = FreshHost()
+    bench = ServerBench(Params.model_validate({"target": {"device": "cuda"}}), 1, LOAD.questions, Budget(60), fleet)
+    measured = bench.measure([DRAFTED], 2, 0, [])
+    assert fleet.groups == [[PLAIN], [PLAIN, DRAFTED]]
+    assert (measured.started, measured.is_cut) == (0, True)
