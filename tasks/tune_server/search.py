@@ -1,6 +1,6 @@
 """Successive halving: few questions for many candidates, then more for those that were faster, until the budget is spent.
 
-    rung 0    the servers to compare with, two lengths of chains and those that start beside them at no cost; then shapes
+    rung 0    the servers to compare with, two lengths of chains and trees that start beside them at no cost; then shapes
               that the model does not rule out
     rung 1    the best third, and the best with each open setting
     rung 2..  the better half, and the best with all settings that helped; twice the questions
@@ -125,10 +125,10 @@ class Search:
     # --- rungs
 
     def _try_shapes(self) -> None:
-        probe, *chains = [c for c in self.space.shapes if c.shape.topk == 1] or [None]
-        first = [*self.space.required, *([probe] if probe else [])]
+        first = [*self.space.required, *[c for c in self.space.shapes if c.shape.topk == 1][:1]]
         if self._bench.starts_together:  # the room that is left costs questions, and no further start
-            first += sorted(chains, key=lambda one: one.shape)[: max(0, self._room - len(first))]
+            trees = [c for c in self.space.shapes if c.shape.topk > 1]  # what they reach, no chain tells
+            first += trees[: max(0, self._room - len(first))]
         self._measure_all(first, self._few, 1.0)
         pending = [candidate for candidate in self.space.shapes if candidate not in first]
         while pending := self._not_ruled_out(pending):

@@ -10,7 +10,7 @@ from tasks.tune_server.options import Device, open_options
 AUTOMATIC, CURRENT = "automatic", "current"
 _REFERENCES = (Shape(5, 4, 8), Shape(3, 1, 4))
 _MOST_STEPS = 7
-_TREES = tuple(product((2, 3, 4, 5, 6), (2, 4, 8), (4, 8, 16, 32)))
+_TREES = tuple(product((7, 6, 5, 4, 3, 2), (32, 16, 64, 8, 4), (8, 4, 2)))
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class Space:
 
 
 def _shapes(most_steps: int) -> list[Shape]:
-    """Chains, the longest first since it tells most about the others, then trees."""
+    """Chains, the longest first since it tells most about the others; trees, those first that tell most of what trees reach."""
     chains = [Shape.chain(steps) for steps in range(min(most_steps, _MOST_STEPS), 0, -1)]
-    trees = [Shape(*numbers) for numbers in _TREES if numbers[0] <= most_steps]
+    trees = [Shape(steps, topk, tokens) for steps, tokens, topk in _TREES if steps <= most_steps]
     # Fewer draft tokens than steps + 1 would leave the deepest ones unverified.
     return [*chains, *(s for s in trees if s.steps < s.draft_tokens <= tree_tokens(s.steps, s.topk))]
