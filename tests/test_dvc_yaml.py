@@ -35,6 +35,7 @@ PLUMBING = {
         "files",
         "git",
         "params",
+        "params_errors",
         "progress",
         "stage",
         "tracking",

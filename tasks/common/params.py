@@ -1,7 +1,6 @@
 """`params.yaml`, typed: a section a stage, unknown keys refused, exclusive options checked at load time."""
 
 import re
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -9,10 +8,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from tasks.common.errors import DraftlineError
+from tasks.common.params_errors import described, kinds_of
 
 if TYPE_CHECKING:
     import torch
-    from pydantic_core import ErrorDetails
 
 PARAMS = Path("params.yaml")
 Engine = Literal["transformers", "sglang"]
@@ -22,6 +21,7 @@ Count = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 # Names that the benchmark gives itself.
 RESERVED_NAMES = ("baseline", "speculative", "heldout", "all")
+_IN_QUOTES = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 
 class Section(BaseModel):
@@ -29,11 +29,14 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _truth_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic takes true for the number 1."""
+    def _truth_and_text_are_no_numbers(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic takes true for the number 1, and text that looks like a number for that number."""
         values = value if isinstance(value, list) else [value]
-        if any(isinstance(one, bool) for one in values) and cls.model_fields[info.field_name].annotation is not bool:
+        kinds = kinds_of(cls.model_fields[info.field_name].annotation)
+        if any(isinstance(one, bool) for one in values) and bool not in kinds:
             raise ValueError("true and false are no numbers and no text")
+        if quoted := [one for one in values if isinstance(one, str) and str not in kinds and _IN_QUOTES.fullmatch(one)]:
+            raise ValueError(f"a number is expected, found the text {quoted[0]!r}; write it without quotes")
         return value
 
 
@@ -51,7 +54,9 @@ class Target(Section):
 
 
 class ContractParams(Section):
-    aux_layer_ids: tuple[int, ...] | None = Field(None, description="0-based OUTPUT layers; null: [1, N//2-1, N-4]")
+    aux_layer_ids: tuple[int, ...] | None = Field(
+        None, description="0-based OUTPUT layers; null: [1, N//2-1, N-4]", examples=["[1, 14, 26]"]
+    )
 
 
 class Prompts(Section):
@@ -145,9 +150,13 @@ class Serve(Section):
     max_total_tokens: Count | None = Field(20000, description="KV cache tokens; null lets SGLang choose")
     mem_fraction_static: Fraction = 0.3
     startup_timeout_s: Count = 600
-    extra_args: tuple[str, ...] = Field((), description="more SGLang flags, given to both servers")
+    extra_args: tuple[str, ...] = Field(
+        (), description="more SGLang flags, given to both servers", examples=["[--tp-size, '2']"]
+    )
     environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = Field(
-        {}, description="environment variables given to both servers, such as NCCL_ALGO; numbers in quotes"
+        {},
+        description="environment variables given to both servers, such as NCCL_ALGO; numbers in quotes",
+        examples=["{NCCL_ALGO: Ring}"],
     )
 
     @model_validator(mode="after")
@@ -170,17 +179,30 @@ class Benchmark(Section):
     """What is asked of the plain server and of the ones with a draft, in turn."""
 
     sets: dict[str, str] = Field(
-        {}, description="name: JSONL file of questions (messages, EAGLE, Spec-Bench); none: the held-out prompts"
+        {},
+        description="name: JSONL file of questions (messages, EAGLE, Spec-Bench); none: the held-out prompts",
+        examples=["{mine: path/to/questions.jsonl}"],
     )
     num_prompts: Count = Field(16, description="prompts of a set, spread over domains")
     max_new_tokens: Count = 48
-    concurrency: tuple[Count, ...] = Field((1,), min_length=1, description="requests at once; each is measured")
-    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(
-        (0.0,), min_length=1, description="above 0 is measured at the lowest concurrency alone"
+    concurrency: tuple[Count, ...] = Field(
+        (1,), min_length=1, description="requests at once; each is measured", examples=["[1, 4]"]
     )
-    repeats: Annotated[int, Field(ge=3)] = Field(3, description="passes over a set, by each server in turn")
+    temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(
+        (0.0,),
+        min_length=1,
+        description="above 0 is measured at the lowest concurrency alone",
+        examples=["[0.0, 1.0]"],
+    )
+    repeats: Annotated[int, Field(ge=3)] = Field(
+        3, description="passes over a set, by each server in turn; three are the fewest that give a spread"
+    )
     warmup_prompts: Count = Field(2, description="asked of each server before, for each request at once")
-    drafts: dict[str, str] = Field({}, description="name: folder or hub id of a draft to be measured beside ours")
+    drafts: dict[str, str] = Field(
+        {},
+        description="name: folder or hub id of a draft to be measured beside ours",
+        examples=["{theirs: path/to/draft}"],
+    )
 
     @field_validator("sets", "drafts")
     @classmethod
@@ -247,6 +269,11 @@ class Params(Section):
     gates: Gates = Gates()
     tracking: Tracking = Tracking()
 
+    @property
+    def ports(self) -> range:
+        """Of the benchmark's servers: with our draft, without a draft, and with each of `benchmark.drafts`."""
+        return range(self.serve.port, self.serve.port + 2 + len(self.benchmark.drafts))
+
     @model_validator(mode="after")
     def _sections_agree(self) -> "Params":
         if self.train_draft.ttt_length < self.serve.num_steps:
@@ -254,9 +281,10 @@ class Params(Section):
                 f"train_draft.ttt_length is {self.train_draft.ttt_length}, but serve.num_steps drafts "
                 f"{self.serve.num_steps} tokens: the draft would be served beyond the steps it was trained on"
             )
-        last = self.serve.port + 1 + len(self.benchmark.drafts)
-        if last > 65535:
-            raise ValueError(f"serve.port: the servers of the benchmark take the ports up to {last}; lower it")
+        if self.ports[-1] > 65535:
+            raise ValueError(
+                f"serve.port: the servers of the benchmark take the ports up to {self.ports[-1]}; lower it"
+            )
         most = max(self.benchmark.concurrency)
         if most > self.serve.max_running_requests:
             raise ValueError(
@@ -286,7 +314,7 @@ def load_params(path: Path = PARAMS) -> Params:
     try:
         return Params.model_validate({} if raw is None else raw)
     except ValidationError as error:
-        raise DraftlineError("\n".join(_described(path, found) for found in error.errors())) from None
+        raise DraftlineError("\n".join(f"{path}: {problem}" for problem in described(error, Params))) from None
 
 
 class _PlainValues(yaml.SafeLoader):
@@ -320,17 +348,7 @@ class _PlainValues(yaml.SafeLoader):
         return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
-def _described(path: Path, error: "ErrorDetails") -> str:
-    place = ".".join(map(str, error["loc"]))
-    if error["type"] == "extra_forbidden":
-        section = Params.model_fields[error["loc"][0]].annotation if len(error["loc"]) > 1 else Params
-        near = get_close_matches(str(error["loc"][-1]), section.model_fields, n=1)
-        known = f"did you mean {near[0]}?" if near else f"known are {', '.join(section.model_fields)}"
-        return f"{path}: {place}: no such parameter; {known}"
-    if error["type"] == "model_type":
-        of_section = (
-            "parameters are expected below it, indented, as `name: value`; delete the line to take its defaults"
-        )
-        return f"{path}: {f'{place}: {of_section}' if place else 'sections are expected'} (found {error['input']!r})"
-    found = "" if error["type"] in ("value_error", "missing") else f" (found {error['input']!r})"
-    return f"{path}: {place or 'sections together'}: {error['msg'].removeprefix('Value error, ')}{found}"
+# YAML 1.1 takes 1e-3 for text; YAML 1.2, which DVC reads, for a number.
+_PlainValues.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)

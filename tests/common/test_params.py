@@ -38,7 +38,7 @@ def load(tmp_path, text: str) -> Params:
         ("train_draft: {learning_rate: true}", ["train_draft.learning_rate", "no numbers"]),
         ("train_draft: {warmup_steps: 5, max_steps: 4}", ["train_draft", "warmup_steps is 5, max_steps 4"]),
         ("seed: 1\nserve: {port: 3000, port: 4000}", ["not valid YAML", "port stands twice", "line 2, column 21"]),
-        ("dump: {batch_tokens: many}", ["dump.batch_tokens", "valid integer", "'many'"]),
+        ("dump: {batch_tokens: many}", ["dump.batch_tokens: a whole number is expected", "'many'"]),
         ("serve: {num_steps: 5}", ["serve", "num_draft_tokens is 4", "set num_draft_tokens: 6"]),
         ("serve: {num_steps: 3, eagle_topk: 2, num_draft_tokens: 40}", ["serve", "make at most 11"]),
         ("serve: {num_steps: 5, num_draft_tokens: 6}", ["ttt_length is 3", "drafts 5"]),
@@ -53,6 +53,23 @@ def load(tmp_path, text: str) -> Params:
         ("train_draft:\n  seed: 2024-02-31", ["2024-02-31 is no timestamp; put it in quotes", "line 2, column 9"]),
         ("train_draft: {seed: !!int ten}", ["ten is no int", "line 1, column 21"]),
         ("train_draft: {seed: !!bool ten}", ["ten is no bool", "line 1, column 21"]),
+        (
+            "benchmark: {temperatures: 0.7}",
+            ["a list of numbers is expected, such as `temperatures: [0.0, 1.0]`", "0.7"],
+        ),
+        ("benchmark: {temperatures: ['0.0']}", ["benchmark.temperatures: a number", "'0.0'; write it without quotes"]),
+        ("train_draft: {learning_rate: '1e-3'}", ["train_draft.learning_rate", "'1e-3'; write it without quotes"]),
+        ("contract: {aux_layer_ids: 3}", ["a list of whole numbers is expected, such as `aux_layer_ids: [1, 14, 26]`"]),
+        ("benchmark: {sets: [a.jsonl]}", ["sets: names with a text each are expected", "`sets: {mine: path/to/"]),
+        ("benchmark: {drafts: theirs}", ["drafts: names with a text each are expected", "`drafts: {theirs: path/to/"]),
+        ("benchmark: {sets: {mine: }}", ["benchmark.sets.mine: a text is expected, such as `sets: {mine: path/to/"]),
+        ("serve: {environment: {A: 4}}", ["serve.environment.A: a text is expected; put it in quotes"]),
+        ("benchmark: {concurrency: []}", ["a list with at least one value is expected, such as `concurrency: [1, 4]`"]),
+        (
+            "benchmark: {repeats: 1}",
+            ["benchmark.repeats: must be greater than or equal to 3", "fewest that give a spread"],
+        ),
+        ("benchmark: {concurrency: [1, 64]}", ["params.yaml: benchmark.concurrency goes up to 64"]),
     ],
 )
 def test_a_wrong_parameter_is_named_with_what_was_expected(tmp_path, text, words):
@@ -66,6 +83,28 @@ def test_every_wrong_parameter_is_reported_at_once(tmp_path):
     with pytest.raises(DraftlineError) as error:
         load(tmp_path, "dump: {batch_tokens: 0}\nregenerate: {engine: vllm}")
     assert len(str(error.value).splitlines()) == 2
+
+
+def test_a_list_of_wrong_values_is_not_reported_as_empty_too(tmp_path):
+    with pytest.raises(DraftlineError) as error:
+        load(tmp_path, "benchmark: {temperatures: [warm]}")
+    assert str(error.value).endswith(
+        "benchmark.temperatures.0: a number is expected, such as `temperatures: [0.0, 1.0]` (found 'warm')"
+    )
+
+
+def test_a_number_with_an_exponent_alone_is_one_as_dvc_reads_it(tmp_path):
+    assert load(tmp_path, "train_draft: {learning_rate: 1e-3}").train_draft.learning_rate == 0.001
+
+
+def test_every_list_and_mapping_shows_how_it_is_written():
+    fields = [
+        (name, field)
+        for section in Params.model_fields.values()
+        for name, field in section.annotation.model_fields.items()
+        if "tuple" in str(field.annotation) or "dict" in str(field.annotation)
+    ]
+    assert {name for name, field in fields if field.examples} == {name for name, _ in fields} != set()
 
 
 def test_missing_params_yaml_says_where_to_run(tmp_path):
