@@ -11,6 +11,7 @@ deployments (infra/docs/flow.md). The parameters of the stages are in params.yam
 import argparse
 import atexit
 import gc
+import logging
 import signal
 import sys
 import time
@@ -30,6 +31,12 @@ from tasks.common.errors import DraftlineError
 from tasks.common.params import load_params
 from tasks.common.stage import exit_on_signals
 from tasks.common.tracking import PipelineRun
+
+
+# Prefect says so with the stack of an exception that there is not ("NoneType: None"); the state that follows says the same.
+logging.getLogger("prefect.task_runs").addFilter(
+    lambda record: not record.getMessage().startswith("Task run failed with state")
+)
 
 
 class PipelineParams(BaseModel):

@@ -102,10 +102,12 @@ def test_force_runs_an_unchanged_stage_again(reproduced, prefect):
     assert states(run(force=["first"], until="slow")) == {"first": "Completed", "slow": "Cached"}
 
 
-def test_a_failure_names_the_stage_and_its_reason_and_ends_the_run(toy, prefect):
+def test_a_failure_names_the_stage_and_its_reason_and_ends_the_run(toy, prefect, caplog):
     Path("word").write_text("bad ")
     Path("seconds").write_text("0")
     state = run()
+    assert "Finished in state Failed" in caplog.text
+    assert "NoneType: None" not in caplog.text
     assert state.is_failed()
     assert state.message == "stage first: word holds 'bad'"
     assert not Path("artifacts/slow").exists()
