@@ -68,7 +68,8 @@ def imported(path: Path) -> set[Path]:
 def code_of(stage: str) -> set[str]:
     """The code that a stage runs, found by its imports; its own package counts as one."""
     start = ROOT / "tasks" / stage / "__main__.py"
-    todo, seen = [start if start.exists() else ROOT / "tasks" / f"{stage}.py"], set()
+    probes = (ROOT / "tasks" / stage / "probes").glob("*.py")  # run by name, in processes of their own
+    todo, seen = [start if start.exists() else ROOT / "tasks" / f"{stage}.py", *probes], set()
     while todo:
         path = todo.pop()
         if path not in seen:

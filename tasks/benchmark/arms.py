@@ -24,9 +24,9 @@ def arms_of(params: Params) -> list[Arm]:
     Raises:
         DraftlineError: a draft cannot be had, or would not be served as it was trained.
     """
-    port = params.serve.port
-    arms = [Arm(BASELINE, baseline_plan(params, port=port + 1)), Arm(OURS, speculative_plan(params))]
-    for number, (name, draft) in enumerate(params.benchmark.drafts.items(), 2):
-        folder = locate_draft(draft, f"benchmark.drafts.{name}")
-        arms.append(Arm(name, speculative_plan(params, folder, port=port + number, own=False)))
+    ours, plain, *others = params.ports
+    arms = [Arm(BASELINE, baseline_plan(params, port=plain)), Arm(OURS, speculative_plan(params, port=ours))]
+    for port, (name, draft) in zip(others, params.benchmark.drafts.items(), strict=True):
+        field = f"benchmark.drafts.{name}"
+        arms.append(Arm(name, speculative_plan(params, locate_draft(draft, field), port=port, theirs=field)))
     return arms

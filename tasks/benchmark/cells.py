@@ -13,6 +13,16 @@ def label(arm: str) -> str:
     return _LABELS.get(arm, arm)
 
 
+def heading(draft: str) -> str:
+    """Of a draft's table."""
+    return label(draft).capitalize() if draft == OURS else f"Draft {draft}"
+
+
+def of_ours(report: dict[str, Any], finding: str) -> str:
+    """A finding on the exported draft, which says so where others are measured beside it."""
+    return f"This draft: {finding[0].lower()}{finding[1:]}" if len(report["drafts"]) > 1 else finding
+
+
 def by_draft(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """Greedy cells of all sets together, by draft, in ascending order of concurrency; the exported draft is the first."""
     cells = report["cells"]
@@ -32,6 +42,11 @@ def by_draft(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 def requests(concurrency: int) -> str:
     """'1 request at a time', '16 requests at once'."""
     return "1 request at a time" if concurrency == 1 else f"{concurrency} requests at once"
+
+
+def counted(count: int, noun: str) -> str:
+    """'1 prompt', '16 prompts'."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def percent(share: float) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.benchmark.arms import OURS
-from tasks.benchmark.cells import POOLED, label, ms, number, percent, requests
+from tasks.benchmark.cells import POOLED, heading, ms, number, percent, requests
 from tasks.benchmark.drawing import Plot
 from tasks.benchmark.plots import left_out
 from tasks.common.files import REPORTS, write_atomically
@@ -32,10 +32,9 @@ def render(report: dict, plots: Sequence[Plot]) -> str:
         plots=[(plot.title, plot.about, Markup(plot.svg)) for plot in plots],
         left_out=left_out(report),
         tables=_tables(report),
-        conditions=_plain(report["settings"]["conditions"]),
-        OURS=OURS,
+        conditions=_plain(report["settings"]),
         POOLED=POOLED,
-        label=label,
+        heading=heading,
         ms=ms,
         number=number,
         percent=percent,
@@ -51,9 +50,10 @@ def judge(low: float, high: float) -> str:
 
 def _verdict(report: dict) -> tuple[str, str]:
     kind = judge(*report["speedup_interval"])
+    draft = "this draft" if len(report["drafts"]) > 1 else "the draft"
     words = {
-        "good": f"{report['speedup']:.2f} times as fast with the draft",
-        "bad": f"Slower with the draft: {report['speedup']:.2f} times",
+        "good": f"{report['speedup']:.2f} times as fast with {draft}",
+        "bad": f"Slower with {draft}: {report['speedup']:.2f} times",
         "warn": f"No difference shown: {report['speedup']:.2f} times",
     }
     return kind, words[kind]
@@ -75,11 +75,18 @@ def _tables(report: dict) -> list[dict]:
     ]
 
 
-def _plain(conditions: dict) -> dict[str, str]:
-    """Settings of the servers as people write them; those that nobody set are left out."""
-    words = {True: "yes", False: "no"}
+def _plain(settings: dict) -> dict[str, str]:
+    """Settings of the servers as people write them; those that nobody set, and those without effect, are left out."""
+    conditions, words = settings["conditions"], {True: "yes", False: "no"}
+    idle = {"disable_cuda_graph"} if settings["device"] == "cpu" else set()
+    if conditions.get("decode_attention_backend") and conditions.get("prefill_attention_backend"):
+        idle.add("attention_backend")  # SGLang goes by the other two
+    shown = {name: value for name, value in conditions.items() if value is not None and name not in idle}
+    turned = {
+        name.removeprefix("disable_"): not value if name.startswith("disable_") else value
+        for name, value in shown.items()
+    }
     return {
         name.replace("_", " "): words[value] if isinstance(value, bool) else str(value)
-        for name, value in conditions.items()
-        if value is not None
+        for name, value in turned.items()
     }

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tasks.benchmark.arms import BASELINE, OURS
-from tasks.benchmark.cells import by_draft, label, number, requests
+from tasks.benchmark.cells import by_draft, label, number, of_ours, requests
 from tasks.benchmark.curves import plot_latency, plot_speedup
 from tasks.benchmark.drawing import (
     INK,
@@ -89,7 +89,10 @@ def plot_survival(report: dict, folder: Path = PLOTS) -> Plot:
         figure,
         axes,
         folder / "survival.png",
-        f"A round accepts {report['speculative']['accept_length'] - 1:.2f} of {report['settings']['steps']} draft tokens",
+        of_ours(
+            report,
+            f"A round accepts {report['speculative']['accept_length'] - 1:.2f} of {report['settings']['steps']} draft tokens",
+        ),
         "Share of rounds in which draft tokens 1 to i are all accepted",
     )
 
@@ -128,7 +131,7 @@ def plot_accept_length_by_domain(report: dict, folder: Path = PLOTS) -> Plot:
         figure,
         axes,
         folder / "accept_length_by_domain.png",
-        f"Acceptance length {pooled:.2f} of at most {most}",
+        of_ours(report, f"Acceptance length {pooled:.2f} of at most {most}"),
         "Tokens a verification round yields; 1 is no draft token accepted",
     )
 
@@ -145,12 +148,12 @@ def plot_throughput(report: dict, folder: Path = PLOTS) -> Plot:
     )
     figure, axes = new_figure(height=1.7 + 0.45 * len(speeds))
     style = style_of(list(drafts)) | {BASELINE: (PLAIN, "o")}
-    longest = max(speed["median"] for speed in speeds.values())
+    longest = max(speed["pooled"] for speed in speeds.values())
     for row, (arm, speed) in enumerate(reversed(speeds.items())):
-        axes.barh(label(arm), speed["median"], color=style[arm][0], height=0.55)
+        axes.barh(label(arm), speed["pooled"], color=style[arm][0], height=0.55)
         axes.plot([speed["min"], speed["max"]], [row, row], color=INK, linewidth=1.4, marker="|", markersize=8)
-        white = arm != BASELINE and speed["median"] > 0.2 * longest
-        _write_at_base(axes, 0, row, number(speed["median"]), "white" if white else INK)
+        white = arm != BASELINE and speed["pooled"] > 0.2 * longest
+        _write_at_base(axes, 0, row, number(speed["pooled"]), "white" if white else INK)
     axes.tick_params(axis="y", length=0)
     axes.set_xlim(0, None)
     axes.xaxis.set_major_formatter("{x:,.10g}")
@@ -159,7 +162,7 @@ def plot_throughput(report: dict, folder: Path = PLOTS) -> Plot:
         figure,
         axes,
         folder / "throughput.png",
-        f"{report['speedup']:.2f} times the plain server (95 %: {low:.2f} to {high:.2f})",
+        of_ours(report, f"{report['speedup']:.2f} times the plain server (95 %: {low:.2f} to {high:.2f})"),
         f"Tokens per second, {requests(concurrency)}; whiskers span the repeats",
     )
 

@@ -2,7 +2,17 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from tasks.benchmark.figures import Comparison, Pair, latency_ms, pair_speed, pair_speedup, speeds, spread, stream_speed
+from tasks.benchmark.figures import (
+    Comparison,
+    Pair,
+    latency_ms,
+    pair_speed,
+    pair_speedup,
+    speed,
+    speeds,
+    spread,
+    stream_speed,
+)
 from tasks.common.acceptance import pool
 from tasks.common.sglang_client import Completion
 from tasks.common.traffic import Pass
@@ -25,8 +35,8 @@ def cell(of: Comparison, steps: int) -> dict:
         "survival": [round(share, 4) for share in of.acceptance.survival(steps)],
         "verify_rounds": of.acceptance.rounds,
         "correct_drafts": of.acceptance.correct,
-        "tokens_per_s": spread(speeds(of.drafted)),
-        "baseline_tokens_per_s": spread(speeds(of.baseline)),
+        "tokens_per_s": _tokens_per_s(of.drafted),
+        "baseline_tokens_per_s": _tokens_per_s(of.baseline),
         "stream_tokens_per_s": stream_speed(of.drafted),
         "baseline_stream_tokens_per_s": stream_speed(of.baseline),
         "speedup": round(of.speedup, 3),
@@ -63,7 +73,11 @@ def by_domain(pairs: Sequence[Pair], steps: int) -> list[dict]:
 
 
 def by_context(passes: Iterable[Pass]) -> list[dict]:
-    """Acceptance by length of the whole answer: beyond the lengths that a draft was trained on it falls (S8)."""
+    """Acceptance by length of the whole answer: beyond the lengths that a draft was trained on it falls (S8).
+
+    Args:
+        passes: of all sets and numbers of requests at once; each answer of each counts.
+    """
     groups: dict[int, list[Completion]] = {}
     for one in passes:
         for answer in one.answers:
@@ -119,6 +133,11 @@ def acceptance_and_speed(pairs: Sequence[Pair], steps: int) -> dict:
         "tokens_per_s": round(pair_speed(pairs, "speculative"), 2),
         "survival": [round(share, 4) for share in acceptance.survival(steps)],
     }
+
+
+def _tokens_per_s(passes: Sequence[Pass]) -> dict[str, float]:
+    """Of all repeats together, whose ratio the speed-up is, and over the repeats."""
+    return {"pooled": round(speed(passes), 2)} | spread(speeds(passes))
 
 
 def _bucket(number: int) -> str:

@@ -1,11 +1,15 @@
 """The benchmark in tables for the terminal."""
 
 from tasks.benchmark.arms import OURS
-from tasks.benchmark.cells import POOLED, label, ms, number, percent, requests
+from tasks.benchmark.cells import POOLED, counted, heading, ms, number, percent, requests
 from tasks.common.console import console
 
 # A log or a chat message shows lines of this many columns without breaking them.
 _WIDTH = 100
+_WORDS = (
+    "AL: acceptance length, and what it needs to reach for the draft to pay. tok/s: all requests together over all repeats, prefill "
+    "included, with the draft and on the plain server; their ratio is the speed-up. ms: between two tokens, the median, likewise."
+)
 
 
 def show(report: dict) -> None:
@@ -19,6 +23,8 @@ def show(report: dict) -> None:
     for table in (_headline(report), *tables):
         terminal.print(table, width=width)
         terminal.print()
+    terminal.print(_WORDS, width=width, markup=False)
+    terminal.print()
     for sentence in report["advice"]:
         terminal.print(sentence, width=width, markup=False)
 
@@ -41,12 +47,13 @@ def _headline(report: dict):
         f"break-even at an acceptance length of {report['break_even_accept_length']:.2f}",
         "lossless": _lossless(report),
         **{
-            f"  {row['domain']}": f"{row['accept_length']:.2f}, speed-up {row['speedup']:.2f}, {row['prompts']} prompts"
+            f"  {row['domain']}": f"{row['accept_length']:.2f}, speed-up {row['speedup']:.2f}, {counted(row['prompts'], 'prompt')}"
             for row in report["by_domain"]
         },
+        "measured": f"{settings['measured']}, {settings['machine']}",
         "settings": f"SGLang {settings['version']}, {settings['device']}, {settings['dtype']}, steps {settings['steps']}, "
         f"top-k {settings['topk']}, draft tokens {settings['draft_tokens']}, greedy, {settings['max_new_tokens']} new "
-        f"tokens, {settings['prompts']} prompts x {settings['repeats']}, servers {settings['servers']}",
+        f"tokens, {counted(settings['prompts'], 'prompt')} x {settings['repeats']}, servers {settings['servers']}",
     }
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
@@ -70,11 +77,11 @@ def _cells(draft: str, cells: list[dict]):
     """A line a set, concurrency and temperature; what acceptance must reach stands beside what it does."""
     from rich.table import Table
 
-    table = Table(title=label(draft), title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table = Table(title=heading(draft), title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     table.add_column("set", max_width=14, no_wrap=True)
-    headings = ("at once", "temp.", "AL", "needs", "tok/s", "plain", "speed-up (95 %)", "ms | plain")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
+    columns = ("at once", "temp.", "AL", "needs", "tok/s", "plain", "speed-up (95 %)", "ms | plain")
+    for name in columns:
+        table.add_column(name, justify="right", no_wrap=True)
     for cell in sorted(cells, key=lambda cell: cell["temperature"]):
         low, high = cell["speedup_interval"]
         reached = cell["accept_length"] >= cell["break_even_accept_length"]
@@ -85,8 +92,8 @@ def _cells(draft: str, cells: list[dict]):
             f"{cell['temperature']:g}",
             f"{cell['accept_length']:.2f}",
             f"[{'green' if reached else 'red'}]{cell['break_even_accept_length']:.2f}[/]",
-            number(cell["tokens_per_s"]["median"]),
-            number(cell["baseline_tokens_per_s"]["median"]),
+            number(cell["tokens_per_s"]["pooled"]),
+            number(cell["baseline_tokens_per_s"]["pooled"]),
             f"{cell['speedup']:.2f} ({low:.2f}-{high:.2f})",
             f"{ms(latency['p50'])} | {ms(plain['p50'])}" if latency["p50"] and plain["p50"] else "-",
         )

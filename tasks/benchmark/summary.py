@@ -1,6 +1,7 @@
 """The report of a benchmark, from its passes."""
 
 from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 
 from tasks.benchmark.arms import BASELINE, OURS, Arm
@@ -12,6 +13,7 @@ from tasks.benchmark.questions import HELDOUT
 from tasks.benchmark.rows import acceptance_and_speed, by_context, by_domain, cell, rounded
 from tasks.common.break_even import advice, measured_step_share
 from tasks.common.files import REPORTS, read_json, sha256_json
+from tasks.common.machine import machine
 from tasks.common.params import Params
 from tasks.common.traffic import Pass
 
@@ -80,14 +82,17 @@ def headline(comparisons: Sequence[Comparison]) -> Comparison:
 
 
 def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> Iterator[str]:
-    """Whether our draft pays at each concurrency, and what would be needed where it does not."""
-    serve, scaling, said = params.serve, read_json(SCALING) if SCALING.exists() else None, set()
+    """Whether our draft pays at each concurrency, and what would be needed where it does not; what holds of several is said once,
+    at the end."""
+    serve, scaling = params.serve, read_json(SCALING) if SCALING.exists() else None
+    verdicts: dict[int, str] = {}
+    further: dict[str, list[int]] = {}
     measured_with = {"device": params.target.device, "dtype": params.target.dtype}
     for one in comparisons:
         if (one.draft, one.name, one.load.temperature) != (OURS, of_set, 0):
             continue
         concurrency = one.load.concurrency
-        verdict, *further = advice(
+        verdict, *more = advice(
             one.acceptance.accept_length,
             one.acceptance.survival(serve.num_steps),
             serve.num_steps,
@@ -96,9 +101,15 @@ def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> I
             draft_step_share=measured_step_share(concurrency, serve.num_steps, serve.eagle_topk, measured_with),
             scaling=scaling,
         )
-        fresh = [sentence for sentence in further if sentence not in said]
-        said.update(further)
-        yield f"{requests(concurrency)}: {' '.join([verdict, *fresh])}"
+        verdicts[concurrency] = f"{verdict} Prefill included it is {one.speedup:.2f} times."
+        for sentence in more:
+            further.setdefault(sentence, []).append(concurrency)
+    for concurrency, verdict in verdicts.items():
+        own = [sentence for sentence, at in further.items() if at == [concurrency]]
+        yield f"{requests(concurrency)}: {' '.join([verdict, *own])}"
+    for sentence, at in further.items():
+        if len(at) > 1:
+            yield f"{', '.join(map(str, at[:-1]))} and {requests(at[-1])}: {sentence}"
 
 
 def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict:
@@ -111,6 +122,7 @@ def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict
         "topk": params.serve.eagle_topk,
         "draft_tokens": params.serve.num_draft_tokens,
         "temperature": 0.0,
+        "num_prompts": asked.num_prompts,
         "prompts": len({pair.question.id for pair in pairs}),
         "prompts_sha256": sha256_json(sorted({pair.question.id for pair in pairs})),
         "sets": list(asked.sets) or [HELDOUT],
@@ -122,6 +134,8 @@ def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict
         "servers": "side by side, asked in turn" if measured.side_by_side else "one after the other (no room for all)",
         "device": params.target.device,
         "dtype": params.target.dtype,
+        "machine": machine(params.target.device),
+        "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "conditions": shown(measured.infos[BASELINE]),
     }
 

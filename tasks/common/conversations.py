@@ -5,23 +5,44 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_numbered_jsonl
 from tasks.common.prompts import Prompt, split_of, turns_of
 
+# What a line may look like.
+FORMS = (
+    '{"messages": [{"role": "user", "content": "..."}]}, {"conversations": [{"from": "human", "value": "..."}]}, '
+    '{"turns": ["..."]} or {"prompt": "..."} (infra/docs/prompts.md)'
+)
 _ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
+_FIELDS = {"messages": "a list", "conversations": "a list", "turns": "a list of texts", "prompt": "a text"}
+# The reasons why a row holds no prompt, in words.
+_PROBLEMS = {
+    "unknown_role": "a turn is said by none of " + ", ".join(_ROLES),
+    "non_text_content": "what is said in a turn is no text",
+    "no_user_turn": "no turn is the user's",
+    "empty_prompt": "the user's last turn is empty",
+    "empty_message": "a turn is empty",
+    "bad_unicode": "half of a surrogate pair, which is no character",
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of a source: where it stands, its split, and its prompt or the reason why it has none."""
+    """A line of a source: where it stands, its split, and its prompt or the reason why it has none.
+
+    Attributes:
+        problem: the reason in words.
+    """
 
     file: str
     line: int
     split: str
     prompt: Prompt | None
     reason: str | None = None
+    problem: str | None = None
 
 
 def read_folder(folder: Path) -> Iterator[Row]:
@@ -60,11 +81,19 @@ def read_file(path: Path, name: str, splits: bool = True) -> Iterator[Row]:
         label = _first(row, ("id", "question_id"), path.stem)
         domain = _first(row, ("domain", "category"), path.stem)
         if isinstance(messages, str):
-            yield Row(name, line, split, None, messages)
+            yield Row(name, line, split, None, messages, _PROBLEMS.get(messages) or _without_messages(row))
         elif not _is_unicode([label, domain, messages]):
-            yield Row(name, line, split, None, "bad_unicode")
+            yield Row(name, line, split, None, "bad_unicode", _PROBLEMS["bad_unicode"])
         else:
             yield Row(name, line, split, Prompt(_identity(label, messages), domain, name, messages))
+
+
+def _without_messages(row: dict) -> str:
+    """What stands in the place of a conversation."""
+    wrong = [f"{field} is {shortened(row[field])}, expected {kind}" for field, kind in _FIELDS.items() if field in row]
+    if wrong:
+        return "; ".join(wrong)
+    return f"of {', '.join(_FIELDS)} the line has none (it has {shortened(', '.join(row)) if row else 'nothing'})"
 
 
 def _first(row: dict, fields: tuple[str, ...], default: str) -> str:

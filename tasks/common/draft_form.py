@@ -103,6 +103,12 @@ class Draft:
         return ids if isinstance(ids, list) and ids and all(type(layer) is int for layer in ids) else None
 
 
+def is_whole_model(files: DraftFiles) -> bool:
+    """Whether these are a target's weights, say, and no draft's."""
+    names = {canonical_name(name) for name in files.headers}
+    return "fc.weight" not in names and any(name.startswith("layers.1.") for name in names)
+
+
 def canonical_name(name: str) -> str:
     """SGLang's name of a tensor: 'layers.0.mlp.up_proj.weight' -> 'midlayer.mlp.up_proj.weight'."""
     name = name.removeprefix("model.")

@@ -116,6 +116,8 @@ def read_numbered_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 row = json.loads(line)
+            except UnicodeDecodeError as error:
+                raise DraftlineError(f"{path}:{number}: not UTF-8 ({error}). Save the file as UTF-8.") from None
             except ValueError as error:
                 raise DraftlineError(f"{path}:{number}: not valid JSON ({error}).") from None
             if not isinstance(row, dict):

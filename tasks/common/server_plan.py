@@ -108,9 +108,12 @@ def baseline_plan(params: Params, *, port: int | None = None, target: Path = TAR
     Raises:
         DraftlineError: the settings cannot be served; says which and why.
     """
-    port = port or params.serve.port
     _check_context(params, target)
-    model = model_folder(params.target, target)
+    return plan_over(params, port or params.serve.port, model_folder(params.target, target))
+
+
+def plan_over(params: Params, port: int, model: Path) -> ServerPlan:
+    """The same of weights that may not be there yet, held against no config."""
     shared = _shared_flags(params, port, model)
     return ServerPlan(
         kind="baseline",

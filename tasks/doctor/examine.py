@@ -4,17 +4,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from tasks.common.check import Check
 from tasks.common.command_line import CommandLine
 from tasks.common.contract import Contract
 from tasks.common.draft_checks.lost_keys import check_lost_keys
 from tasks.common.draft_checks.plan import check_plan
+from tasks.common.draft_checks.record import RECORD, check_record, recorded_contract
 from tasks.common.draft_checks.run import check_draft_files
 from tasks.common.draft_checks.subject import Subject, read_target
 from tasks.common.draft_files import CONFIG, DraftFiles, read_object
-from tasks.common.draft_form import Draft, canonical_name
+from tasks.common.draft_form import Draft, is_whole_model
 from tasks.common.errors import DraftlineError
 from tasks.common.sglang_client import SGLangClient
 from tasks.common.sglang_versions import NEWEST, engine_of
@@ -22,12 +21,10 @@ from tasks.doctor.states import (
     check_coverage,
     check_last_norm,
     check_map_source,
-    check_record,
     check_target_weights,
     open_states,
 )
 
-RECORD = "draftline.json"
 # For 48 tokens; a server that takes longer hangs, or is asked by many others.
 _ANSWER_TIMEOUT_S = 300.0
 # EAGLE-3 classes of SGLang whose layer is not Llama's: latent attention has other tensors.
@@ -72,7 +69,7 @@ def examine(request: Request) -> tuple[Subject, list[Check]]:
     info = client.server_info() if client else {}
     planned = CommandLine.parse(request.plan) if request.plan is not None else None
     line = planned or (resolved_line(info) if info else None)
-    recorded = _recorded(request.draft)
+    recorded = recorded_contract(request.draft)
     contract, contract_from = (None, "")
     if states is not None:
         contract, contract_from = states.contract, str(states.folder / "manifest.json")
@@ -120,8 +117,7 @@ def examine(request: Request) -> tuple[Subject, list[Check]]:
 
 def _require_draft(files: DraftFiles) -> None:
     """A slip that would be explained key by key: a whole model in the place of a draft."""
-    names = {canonical_name(name) for name in files.headers}
-    if "fc.weight" not in names and any(name.startswith("layers.1.") for name in names):
+    if is_whole_model(files):
         raise DraftlineError(
             f"{files.folder}: a whole model of {files.config.get('num_hidden_layers')} layers without fc, no EAGLE-3 draft. "
             f"Give the draft's folder to --draft, and this one to --target."
@@ -154,19 +150,6 @@ def _release_of(info: dict[str, Any]) -> str | None:
     """The running server's release; None of a build from source, which calls itself 0.0.0."""
     version = info.get("version")
     return version if version and engine_of(version) else None
-
-
-def _recorded(draft: Path) -> Contract | None:
-    """The contract that Draftline's export leaves beside a draft; other tools leave none."""
-    path = draft / RECORD
-    if not path.is_file():
-        return None
-    try:
-        return Contract.model_validate(read_object(path)["contract"])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise DraftlineError(
-            f"{path}: holds no contract ({str(error).splitlines()[0]}). Export the draft again."
-        ) from None
 
 
 def _identity(target: Path | None, contract: Contract | None) -> dict | None:

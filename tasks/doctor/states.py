@@ -142,23 +142,3 @@ def check_coverage(subject: Subject, states: HiddenStates) -> Check:
     except DraftlineError as error:
         return want.error(str(error), "Raise draft_vocab_size, or build the map from the answers it is served for.")
     return want.ok(f"{share:.1%}; {int((counts > 0).sum())} distinct tokens, D {len(ids)}")
-
-
-def check_record(subject: Subject, recorded: dict | None, target_identity: dict | None) -> Check:
-    """H7: draft, dump and target carry the same contract."""
-    want = Expectation(
-        "H7 record",
-        "one contract in the draft, the states and the target",
-        "A draft is of the target, the layers and the tokenizer that it was trained on, whatever its shapes say.",
-    )
-    contract, problems = subject.contract, []
-    if contract is None:
-        return want.not_applicable("nothing records what the draft was trained on")
-    for name, other in (("draftline.json", recorded), ("the target", target_identity)):
-        for field, value in (other or {}).items():
-            mine = contract.model_dump(mode="json").get(field, value)
-            if mine != value:
-                problems.append(f"{field}: {mine} in {subject.contract_from}, {value} in {name}.")
-    if problems:
-        return want.error(" ".join(problems), "Take the draft, the states and the target of one run.")
-    return want.ok(f"{subject.contract_from}: outputs {list(contract.aux_layer_ids)}")

@@ -41,11 +41,11 @@ def build(params: Params) -> Gate:
         predicted = report["predicted_accept_length"]
         figures = {
             "acceptance length": report["speculative"]["accept_length"],
-            "predicted": "not compared: no held-out prompts were asked" if predicted is None else predicted,
-            "speed-up": report["speedup"],
+            "predicted": "not compared: no held-out prompts were asked" if predicted is None else round(predicted, 4),
+            "speed-up, prefill included": report["speedup"],
             "break-even acceptance length": report["break_even_accept_length"],
-            "tokens/s with draft": report["speculative"]["tokens_per_s"],
-            "tokens/s without": report["baseline"]["tokens_per_s"],
+            "tokens/s with draft, all repeats": report["speculative"]["tokens_per_s"],
+            "tokens/s without, all repeats": report["baseline"]["tokens_per_s"],
         }
         comparison = compare(report, params.gates)
     except (KeyError, TypeError) as error:
@@ -128,9 +128,12 @@ def _figures(report: dict[str, Any], prompts: pd.DataFrame) -> pd.DataFrame:
         "survival_error": abs(1 + sum(report["survival"]) - length),
         "speedup": speedup,
         "speedup_over_accept_length": speedup / length,
+        "speedup_over_accept_length_terms": f"{show(speedup)} / {show(length)}",
         "break_even_accept_length": report["break_even_accept_length"],
         "difference_from_predicted": abs(length / predicted - 1) if predicted else None,
-        "detail": f"served {length}" + (f", predicted {predicted}" if predicted else ""),
+        "difference_from_predicted_terms": f"|{show(length)} / {show(predicted)} - 1|" if predicted else None,
+        "detail": f"speed-up {show(speedup)}, acceptance length served {show(length)}"
+        + (f", predicted {show(predicted)}" if predicted else ""),
     }
     return pd.DataFrame([row])
 
@@ -187,9 +190,11 @@ def _settings(report: dict[str, Any], params: Params) -> pd.DataFrame:
     asked, measured = params.benchmark, report["settings"]
     others = {cell["draft"] for cell in report["cells"]} - {OURS}
     expected = {
+        "target": params.target.model,
         "steps": params.serve.num_steps,
         "topk": params.serve.eagle_topk,
         "draft_tokens": params.serve.num_draft_tokens,
+        "num_prompts": asked.num_prompts,
         "max_new_tokens": asked.max_new_tokens,
         "repeats": asked.repeats,
         "concurrency": list(asked.concurrency),

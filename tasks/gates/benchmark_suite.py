@@ -82,7 +82,7 @@ def figure_suite(gates: Gates, lossless: Severity, *, predicted: bool) -> list[g
             column="speedup_over_accept_length",
             max_value=MAX_SPEEDUP_OVER_ACCEPT_LENGTH,
             severity="critical",
-            description="The speed-up is not above the acceptance length",
+            description=f"Speed-up / acceptance length is at most {MAX_SPEEDUP_OVER_ACCEPT_LENGTH}",
             meta=because(
                 "S6",
                 "A round costs at least a plain step: a higher speed-up comes from a slow baseline, cold or with other flags.",

@@ -229,8 +229,12 @@ def _print(report: Report) -> None:
         )
     console.print(table)
     for finding in report.warned:
-        names = ", ".join(sample["id"] for sample in finding.samples[:3])
-        console.print(
-            f"  warning: not met: {finding.sentence} ({finding.observed}) {names}", style="yellow", markup=False
-        )
+        console.print(f"  warning, not met: {_warning(finding)}", style="yellow", markup=False)
     console.print(f"  {report.page}", highlight=False)
+
+
+def _warning(finding: Finding) -> str:
+    named = [sample["id"] for sample in finding.samples[:3]]
+    left = finding.unexpected - len(named)
+    rows = f" ({', '.join(named)}{f' and {left:,} more' if left > 0 else ''})" if finding.unexpected else ""
+    return f"{finding.sentence}: expected {finding.expected}, found {finding.observed}{rows}"

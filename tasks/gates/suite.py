@@ -28,7 +28,8 @@ class Table:
 
     Attributes:
         name: plural, for headings: 'samples'.
-        frame: has a column `id`, which names a row in messages, and may have `detail`, a remark on that row.
+        frame: has a column `id`, which names a row in messages, and may have `detail`, a remark on that row, and for a column `x`
+            a column `x_terms`, which says of what its value was made: '2.68 / 2.156'.
         expectations: each with severity, description (a sentence that holds when it passes) and meta from `because`.
         row: what one row is: 'sample'.
         shown: columns that the page lists row by row; empty for tables that grow with the data.
@@ -202,7 +203,7 @@ def _observed(kwargs: dict[str, Any], summary: dict[str, Any], table: Table, pas
     unexpected, total = summary.get("unexpected_count", 0), len(table.frame)
     column = kwargs.get("column")
     if unexpected and total == 1 and column:
-        return show(table.frame[column].iloc[0])
+        return _worked_out(table.frame, column)
     if unexpected and passed:  # within the share that `mostly` allows
         return f"met by {total - unexpected} of {total} {table.row}s"
     if unexpected:
@@ -212,9 +213,17 @@ def _observed(kwargs: dict[str, Any], summary: dict[str, Any], table: Table, pas
     values = table.frame[column].dropna()
     if pd.api.types.is_numeric_dtype(values) and not pd.api.types.is_bool_dtype(values):
         low, high = values.min(), values.max()
+        if total == 1:
+            return _worked_out(table.frame, column)
         return show(low) if low == high else f"{show(low)} … {show(high)}"
     distinct = values.unique()
     return ", ".join(sorted(map(show, distinct))) if len(distinct) <= 3 else f"{len(distinct)} values"
+
+
+def _worked_out(frame: pd.DataFrame, column: str) -> str:
+    """The value of the only row, with how it came about where the table says so."""
+    value, terms = show(frame[column].iloc[0]), f"{column}_terms"
+    return f"{value} = {frame[terms].iloc[0]}" if terms in frame else value
 
 
 def _sample(row: dict[str, Any]) -> dict[str, str]:

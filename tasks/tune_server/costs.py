@@ -34,6 +34,13 @@ class Costs:
         """Whether anything was started and asked."""
         return bool(self._starts and self._answers)
 
+    @property
+    def told(self) -> str:
+        """In words, once they are known."""
+        servers, seconds = self._starts[-1]
+        started = f"{servers} server{'s' * (servers > 1)} took {seconds:.0f} s to start"
+        return f"{started}, and an answer took {max(self._answers.values()):.2g} s"
+
     def batch(self, starting: int, asked: Sequence[Candidate], questions: int) -> float:
         """Seconds to start so many servers and to ask each of `asked` so many questions, `REPEATS` times."""
         # Of one that was not asked yet: as slow as the slowest.

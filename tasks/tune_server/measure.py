@@ -10,17 +10,17 @@ from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
 from tasks.common.sglang_client import Completion
 from tasks.common.traffic import Load, Pass, Question, ask, in_turn, run_load
+from tasks.tune_server.bench import Measured
 from tasks.tune_server.candidates import PLAIN, Candidate
 from tasks.tune_server.costs import REPEATS
 from tasks.tune_server.results import Result
-from tasks.tune_server.search import Measured
 from tasks.tune_server.servers import Budget, Fleet, OutOfBudget
 
 _FEW = 4
 
 
 class ServerBench:
-    """The bench of real servers (search.Bench)."""
+    """The bench of real servers (bench.Bench)."""
 
     def __init__(self, params: Params, concurrency: int, questions: Sequence[Question], budget: Budget, fleet: Fleet):
         """
@@ -44,7 +44,7 @@ class ServerBench:
         return self._budget.remaining()
 
     def measure(self, batch: Sequence[Candidate], questions: int, rung: int, standing: Sequence[Candidate]) -> Measured:
-        """As search.Bench says.
+        """As bench.Bench says.
 
         Raises:
             DraftlineError: the plain server failed; without it nothing can be compared.

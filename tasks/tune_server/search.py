@@ -6,67 +6,23 @@
     rung 2..  the better half, and the best with all settings that helped; twice the questions
     last      the two best beside the servers to compare with, and the plain server under the best one's settings
 
-Nothing here starts a server: what measures is handed in (`Bench`; measure.py holds the real one).
+Nothing here starts a server: what measures is handed in (bench.py).
 """
 
 import math
 import signal
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
-from tasks.tune_server.candidates import PLAIN, Candidate
-from tasks.tune_server.costs import Costs
+from tasks.tune_server.bench import Bench
+from tasks.tune_server.candidates import Candidate
 from tasks.tune_server.prediction import Prediction
 from tasks.tune_server.ranking import bare_of, helps, standing
-from tasks.tune_server.results import Result, Trial
-from tasks.tune_server.space import Space
+from tasks.tune_server.results import Trial
+from tasks.tune_server.schedule import MOST_TIMES, Schedule
+from tasks.tune_server.space import CURRENT, Space
 
-# Of the questions of rung 0, so many times as many are asked at most.
-_MOST_TIMES = 16
 # Of the budget, what the rungs up to this one may use; the rest is for those that come.
 _SHAPES_SHARE, _OPTIONS_SHARE, _HALVING_SHARE = 0.5, 0.75, 0.85
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What a batch brought.
-
-    Attributes:
-        failed: why a candidate's server did not start or did not last.
-        started: servers, within `start_s` seconds.
-        plain_answer_s: seconds that an answer of the plain server took; None where there was none.
-        is_cut: whether the budget ended before all was asked; results are of whole repeats.
-    """
-
-    results: dict[Candidate, Result]
-    failed: dict[Candidate, str] = field(default_factory=dict)
-    started: int = 0
-    start_s: float = 0.0
-    plain_answer_s: float | None = None
-    is_cut: bool = False
-
-
-class Bench(Protocol):
-    """What measures candidates beside the plain server.
-
-    Attributes:
-        capacity: servers at once, the plain one included; 1 where they run in turn.
-        starts_together: whether several servers start in the time of one.
-        least_questions: that tell anything.
-        running: candidates whose servers are up.
-    """
-
-    capacity: int
-    least_questions: int
-    starts_together: bool
-    running: Collection[Candidate]
-
-    def remaining(self) -> float:
-        """Seconds of the budget that are left."""
-
-    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, standing: Sequence[Candidate]) -> Measured:
-        """Ask the plain server and each of `batch`; of other servers that run, the last in `standing` makes room first."""
 
 
 class _Spent(Exception):
@@ -80,16 +36,16 @@ class Search:
         best: the fastest that params.yaml would take; None where none was measured.
         ended: a sentence on how the search came to its end.
         is_complete: whether it ran until its budget or its questions ended.
+        shortage: a sentence on servers to compare with that a complete search had no time for, and on how much it needs.
     """
 
     def __init__(self, space: Space, bench: Bench, say: Callable[[str], object] = lambda sentence: None):
         self.space = space
         self.trials: dict[Candidate, Trial] = {}
-        self.ended, self.is_complete = "", False
+        self.ended, self.is_complete, self.shortage = "", False, ""
         self._bench, self._say = bench, say
-        self._costs = Costs(bench.starts_together)
-        self._budget, self._few = bench.remaining(), bench.least_questions
-        self._rung = 0
+        self._schedule = Schedule(bench)
+        self._few, self._rung = bench.least_questions, -1
 
     def run(self) -> None:
         """Search until the budget is spent or nothing is left to be told apart.
@@ -99,7 +55,7 @@ class Search:
         """
         try:
             self._try_shapes()
-            if self._ranked():
+            if self.has_compared:  # else there is no time for more than was measured
                 self._try_options()
                 self._halve()
                 self._compare()
@@ -107,15 +63,22 @@ class Search:
         except _Spent:
             self.ended = f"The budget ended in rung {self._rung}: what was asked by then counts."
         except BaseException as error:  # a signal as well
-            self.ended = f"Ended early, in rung {self._rung}: {_why(error)}"
+            self.ended = f"Ended early, in rung {max(0, self._rung)}: {_why(error)}"
             raise
-        self.is_complete = True
+        self.is_complete, self.shortage = True, self._shortage()
 
     @property
     def best(self) -> Trial | None:
         """Of those measured in the latest rung."""
         ranked = self._ranked()
         return self.trials[ranked[0]] if ranked else None
+
+    @property
+    def has_compared(self) -> bool:
+        """Whether there is a best, and something beside the current parameters was measured that could have been it, or was
+        to be compared with."""
+        measured = {candidate for candidate, trial in self.trials.items() if trial.last}
+        return self.best is not None and bool(measured - {self.space.rows[CURRENT]})
 
     @property
     def prediction(self) -> Prediction:
@@ -125,18 +88,22 @@ class Search:
     # --- rungs
 
     def _try_shapes(self) -> None:
-        first = [*self.space.required, *[c for c in self.space.shapes if c.shape.topk == 1][:1]]
+        first = self._first()
         if self._bench.starts_together:  # the room that is left costs questions, and no further start
             trees = [c for c in self.space.shapes if c.shape.topk > 1]  # what they reach, no chain tells
-            first += trees[: max(0, self._room - len(first))]
+            first += trees[: max(0, self._schedule.room - len(first))]
         self._measure_all(first, self._few, 1.0)
         pending = [candidate for candidate in self.space.shapes if candidate not in first]
         while pending := self._not_ruled_out(pending):
-            batch = self._next_batch(pending, self._few, _SHAPES_SHARE)
+            batch = self._schedule.next_batch(pending, self._few, _SHAPES_SHARE)
             if not batch:
                 break
             self._measure(batch, self._few)
             pending = [candidate for candidate in pending if candidate not in batch]
+
+    def _first(self) -> list[Candidate]:
+        """What to compare with, and the longest chain: of two lengths the time of a step is known."""
+        return [*self.space.required, *[c for c in self.space.shapes if c.shape.topk == 1][:1]]
 
     def _not_ruled_out(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Those worth a start, the most promising first; notes why the others are not."""
@@ -152,7 +119,6 @@ class Search:
         ranked = self._ranked()
         kept, shape = ranked[: math.ceil(len(ranked) / 3)], ranked[0].shape
         open_options = [o for o in self.space.options if shape.topk == 1 or not o.chains_only]
-        self._rung = 1
         self._measure_all(
             [*kept, *(Candidate(shape, (option,)) for option in open_options)], 2 * self._few, _OPTIONS_SHARE
         )
@@ -165,11 +131,10 @@ class Search:
             field = self._with_bare([*kept, *together])
             if (
                 len(field) <= 2
-                or questions > _MOST_TIMES * self._few
-                or not self._fits(field, questions, _HALVING_SHARE)
+                or questions > MOST_TIMES * self._few
+                or not self._schedule.fits(field, questions, _HALVING_SHARE)
             ):
                 return
-            self._rung += 1
             self._measure_all(field, questions, _HALVING_SHARE)
             questions, together = 2 * questions, []
 
@@ -192,69 +157,45 @@ class Search:
         alike = [Candidate(None, best.options)] if best.options else []
         compared = list(dict.fromkeys([*self._with_bare([best]), *self.space.required, *alike, *others[:1]]))
         compared = [candidate for candidate in compared if not self._trial(candidate).failed]
-        self._rung += 1
-        self._measure_all(compared, self._affordable(compared) or self._few, 1.0)
+        self._measure_all(compared, self._schedule.affordable(compared) or self._few, 1.0)
         # What is left of the budget goes to the best and those that run.
         while ranked := self._ranked():
             again = [ranked[0], *(c for c in compared if c in self._bench.running and c != ranked[0])]
-            questions = self._affordable(again)
+            questions = self._schedule.affordable(again)
             if questions <= self.trials[ranked[0]].last.questions:
                 return
-            self._rung += 1
             self._measure_all(again, questions, 1.0)
-
-    def _affordable(self, candidates: Sequence[Candidate]) -> int:
-        """The most questions that there is time to ask of all of them; 0 where not even the least."""
-        asked = (times * self._few for times in (16, 8, 4, 2, 1))
-        return next((questions for questions in asked if self._fits(candidates, questions, 1.0)), 0)
 
     # --- measuring
 
     def _measure_all(self, wanted: Sequence[Candidate], questions: int, share: float) -> None:
-        """In batches, as many as fit into the budget."""
-        pending = list(dict.fromkeys(wanted))
-        while pending and (batch := self._next_batch(pending, questions, share)):
+        """A rung, in batches, as many as fit into the budget; where none does there is no rung."""
+        pending, is_new = list(dict.fromkeys(wanted)), 1
+        while pending and (batch := self._schedule.next_batch(pending, questions, share)):
+            self._rung += is_new
             self._measure(batch, questions)
-            pending = [candidate for candidate in pending if candidate not in batch]
-
-    def _next_batch(self, pending: Sequence[Candidate], questions: int, share: float) -> list[Candidate]:
-        """The first, and others that fit beside it into memory and budget; of those, the ones that run come first."""
-        room = self._room
-        if not self._costs.are_known:  # what a start takes is not known: no more than one start's time is risked
-            return list(pending[: room if self._bench.starts_together else 1])
-        first, *others = pending
-        ordered = [first, *sorted(others, key=lambda candidate: candidate not in self._bench.running)]
-        sizes = range(min(room, len(ordered)), 0, -1)
-        return next((ordered[:size] for size in sizes if self._fits(ordered[:size], questions, share)), [])
-
-    @property
-    def _room(self) -> int:
-        """Candidates of a batch."""
-        return max(1, self._bench.capacity - 1)
-
-    def _fits(self, candidates: Sequence[Candidate], questions: int, share: float) -> bool:
-        plain = [PLAIN] * math.ceil(len(candidates) / self._room)  # asked in each batch
-        starting = sum(candidate not in self._bench.running for candidate in (PLAIN, *candidates))
-        needed = self._costs.batch(starting, (*plain, *candidates), questions)
-        return needed <= self._bench.remaining() - (1 - share) * self._budget
+            pending, is_new = [candidate for candidate in pending if candidate not in batch], 0
 
     def _measure(self, batch: Sequence[Candidate], questions: int) -> None:
         names = ", ".join(candidate.name for candidate in batch)
         self._say(f"rung {self._rung}, {questions} questions: {names} ({self._bench.remaining():.0f} s left)")
         measured = self._bench.measure(batch, questions, self._rung, self._ranked())
-        self._costs.started(measured.started, measured.start_s)
-        if measured.plain_answer_s is not None:
-            self._costs.answered(PLAIN, measured.plain_answer_s)
+        self._schedule.learn(batch, measured)
         for candidate in batch:
             trial = self._trial(candidate)
             if result := measured.results.get(candidate):
                 trial.results.append(result)
-                self._costs.answered(candidate, result.answer_s)
             trial.failed = measured.failed.get(candidate)
             if trial.failed:
                 self._say(f"dropped: {candidate.name}: {trial.failed}")
         if measured.is_cut:
             raise _Spent
+
+    def _shortage(self) -> str:
+        missing = [candidate for candidate in self._first() if not self._trial(candidate).is_known]
+        if not set(missing) & set(self.space.required):
+            return ""
+        return self._schedule.shortage(missing, self.space.required)
 
     # --- order
 

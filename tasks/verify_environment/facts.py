@@ -109,6 +109,20 @@ class TargetFacts(_Facts):
     weight_bytes: int = 0
 
 
+class Named(BaseModel):
+    """A set of questions or a draft that params.yaml names: what it is, or why the benchmark would refuse it."""
+
+    found: str = ""
+    problem: str | None = None
+
+
+class Asked(_Facts):
+    """What the benchmark will ask, and of whose drafts, by the names in params.yaml."""
+
+    sets: dict[str, Named] = {}
+    drafts: dict[str, Named] = {}
+
+
 class Package(BaseModel):
     """Where a package comes from: `locations[0]` is the copy that is imported."""
 

@@ -10,10 +10,11 @@ from tasks.common.params import Params
 from tasks.common.server_plan import attention_backends, process_environment, server_environment
 from tasks.common.target_source import architecture_of, locate
 from tasks.common.versions import result_versions
+from tasks.verify_environment.checks import asked as asked_checks
 from tasks.verify_environment.checks import host, runtime
 from tasks.verify_environment.checks import target as target_checks
 from tasks.verify_environment.disk import LARGE_FOLDERS, disk_needs
-from tasks.verify_environment.facts import Compute, Engine, Interpreter, Repository, TargetFacts
+from tasks.verify_environment.facts import Asked, Compute, Engine, Interpreter, Repository, TargetFacts
 from tasks.verify_environment.machine import find_gpus, machine_facts
 from tasks.verify_environment.plan import Estimate, Workload, estimate
 from tasks.verify_environment.probes.interpreter import find as describe_interpreter
@@ -31,7 +32,7 @@ def verify(params: Params) -> Report:
     measured = time.monotonic()
     _say("importing SGLang as the server will, reading the target's config, asking DVC (10 to 30 s)")
     backends, configured, refused = attention_choice(params, compute)
-    engine, target, on_path, repository = _probe(params, backends)
+    engine, target, on_path, repository, asked = _probe(params, backends)
     probed = time.monotonic()
 
     ours = Interpreter.model_validate(describe_interpreter())
@@ -62,6 +63,8 @@ def verify(params: Params) -> Report:
         target_checks.check_lengths(params, target),
         target_checks.check_memory(params, target, gpus, available_memory()),
         host.check_prompts(params, sources, unreadable),
+        asked_checks.check_sets(asked),
+        asked_checks.check_drafts(asked),
         host.check_disk(needs),
         host.check_quota(params, estimates),
         host.check_ports(params),
@@ -92,19 +95,22 @@ def _measure(params: Params) -> Compute:
     return Compute.model_validate(run_probes(Probe("compute", arguments))["compute"])
 
 
-def _probe(params: Params, backends: tuple[str, ...]) -> tuple[Engine, TargetFacts, Interpreter, Repository]:
+def _probe(params: Params, backends: tuple[str, ...]) -> tuple[Engine, TargetFacts, Interpreter, Repository, Asked]:
     wanted = {"backends": backends, "architecture": _architecture(params)}
+    named = params.benchmark.sets or params.benchmark.drafts
     answers = run_probes(
         Probe("engine", wanted, process_environment(server_environment(params))),
         Probe("target", params.target.model_dump()),
         Probe("interpreter", python="python"),
         Probe("repository", LARGE_FOLDERS),
+        *([Probe("asked", params.model_dump(mode="json"))] if named else []),
     )
     return (
         Engine.model_validate(answers["engine"]),
         TargetFacts.model_validate(answers["target"]),
         Interpreter.model_validate(answers["interpreter"]),
         Repository.model_validate(answers["repository"]),
+        Asked.model_validate(answers.get("asked", {})),
     )
 
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from tasks.tune_server.bench import Measured
 from tasks.tune_server.candidates import PLAIN, Candidate, Shape
 from tasks.tune_server.costs import REPEATS
 from tasks.tune_server.results import Result
-from tasks.tune_server.search import Measured
 
 PLAIN_STEP_S, ANSWER_TOKENS = 0.001, 100
 

@@ -83,13 +83,15 @@ def check_quota(params: Params, estimates: list[Estimate]) -> Check:
 
 
 def check_ports(params: Params) -> Check:
-    ports = (params.serve.port, params.serve.port + 1)
+    ports = params.ports
     want = Expectation(
-        "ports", f"{ports[0]} and {ports[1]} free", "A stale server on the port answers for the new one."
+        "ports",
+        f"{ports[0]} to {ports[-1]} free: for the server with our draft, the plain one and {len(ports) - 2} of benchmark.drafts",
+        "A stale server on the port answers for the new one.",
     )
     taken = [port for port in ports if not port_is_free(port)]
     if not taken:
-        return want.ok("both free")
+        return want.ok(f"all {len(ports)} free")
     owners = {port: port_owner(port) for port in taken}
     found = "; ".join(f"{port} held by {describe_process(pid)}" for port, pid in owners.items())
     if all(_is_left_over(port, pid) for port, pid in owners.items()):
