@@ -4,10 +4,12 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
+from typing import TYPE_CHECKING
 
 from tasks.common.acceptance import pool
 from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
+from tasks.common.progress import progress
 from tasks.common.sglang_client import Completion
 from tasks.common.traffic import Load, Pass, Question, ask, in_turn, run_load
 from tasks.tune_server.bench import Measured
@@ -15,6 +17,9 @@ from tasks.tune_server.candidates import PLAIN, Candidate
 from tasks.tune_server.costs import REPEATS
 from tasks.tune_server.results import Result
 from tasks.tune_server.servers import Budget, Fleet, OutOfBudget
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 _FEW = 4
 
@@ -53,9 +58,15 @@ class ServerBench:
         arms = [PLAIN, *batch]
         try:
             for group in [arms] if self.capacity > 1 else [[arm] for arm in arms]:
-                self._start(group, standing, asked)
-                for repeat in range(REPEATS):
-                    self._pass(group, repeat, asked)
+                new, began = self._start(group, standing, asked)
+                warm = asked.load.warm_up(self._params.benchmark.warmup_prompts)
+                answers = len(new) * len(warm.questions) + REPEATS * len(asked.alive(group)) * len(asked.load.questions)
+                with progress(total=answers, desc=f"rung {rung}", unit="answer") as bar:
+                    self._warm_up(new, warm, asked, bar)
+                    asked.started += len(new)
+                    asked.start_s += time.monotonic() - began
+                    for repeat in range(REPEATS):
+                        self._pass(group, repeat, asked, bar)
         except OutOfBudget:
             asked.is_cut = True
         return asked.measured(batch, rung)
@@ -64,21 +75,35 @@ class ServerBench:
         asked = self._params.benchmark
         return Load.of("heldout", self._questions, questions, self._concurrency, 0.0, asked.max_new_tokens)
 
-    def _start(self, group: Sequence[Candidate], standing: Sequence[Candidate], asked: "_Asked") -> None:
+    def _start(
+        self, group: Sequence[Candidate], standing: Sequence[Candidate], asked: "_Asked"
+    ) -> tuple[list[Candidate], float]:
+        """
+        Returns:
+            Those that were not up before, and when their start began.
+        """
         if self.starts_together and not self._fleet.running:
             # The first on a fresh host reads all from disk and compiles kernels that the others find: what it takes says
             # nothing of them, so it is alone and does not count.
             asked.fail(self._fleet.ensure([PLAIN], standing))
         began, before = time.monotonic(), set(self._fleet.running)
         asked.fail(self._fleet.ensure(group, standing))
-        new = [candidate for candidate in group if candidate not in before and candidate not in asked.failed]
-        load, warm = asked.load, asked.load.warm_up(self._params.benchmark.warmup_prompts)
+        return [candidate for candidate in asked.alive(group) if candidate not in before], began
+
+    def _warm_up(self, new: Sequence[Candidate], warm: Load, asked: "_Asked", bar: "tqdm") -> None:
         for candidate in new:
             with self._surviving(candidate, asked):
-                self._require_room(candidate, load)
-                run_load(self._fleet.running[candidate], warm, candidate.name, on_answer=self._budget.require)
-        asked.started += len(new)
-        asked.start_s += time.monotonic() - began
+                self._require_room(candidate, asked.load)
+                made = self._run(candidate, warm, 0, bar)
+                if candidate == PLAIN:
+                    asked.warm = [made]
+
+    def _run(self, candidate: Candidate, load: Load, repeat: int, bar: "tqdm") -> Pass:
+        def answered() -> None:
+            bar.update()
+            self._budget.require()
+
+        return run_load(self._fleet.running[candidate], load, candidate.name, repeat, answered)
 
     def _require_room(self, candidate: Candidate, load: Load) -> None:
         room = self._fleet.running[candidate].server_info().get("max_total_num_tokens")
@@ -86,7 +111,7 @@ class ServerBench:
         if room is not None and room < needed:
             raise DraftlineError(f"its cache holds {room} tokens, and the requests can come to {needed}")
 
-    def _pass(self, group: Sequence[Candidate], repeat: int, asked: "_Asked") -> None:
+    def _pass(self, group: Sequence[Candidate], repeat: int, asked: "_Asked", bar: "tqdm") -> None:
         for candidate in asked.alive(group):
             with self._surviving(candidate, asked):
                 self._fleet.running[candidate].flush_cache()
@@ -94,8 +119,7 @@ class ServerBench:
         if self._concurrency > 1:
             for candidate in asked.alive(order):
                 with self._surviving(candidate, asked):
-                    server = self._fleet.running[candidate]
-                    asked.add(run_load(server, asked.load, candidate.name, repeat, self._budget.require), candidate)
+                    asked.add(self._run(candidate, asked.load, repeat, bar), candidate)
             return
         answers: dict[Candidate, list[Completion]] = {candidate: [] for candidate in asked.alive(group)}
         for number, candidate in in_turn(asked.load, order):
@@ -104,6 +128,7 @@ class ServerBench:
             self._budget.require()
             with self._surviving(candidate, asked):
                 answers[candidate].append(ask(self._fleet.running[candidate], asked.load, number, stream=True))
+                bar.update()
         for candidate in asked.alive(group):
             asked.add(Pass.in_turn(candidate.name, asked.load, repeat, answers[candidate]), candidate)
 
@@ -117,10 +142,15 @@ class ServerBench:
 
 
 class _Asked:
-    """A batch in the making."""
+    """A batch in the making.
+
+    Attributes:
+        warm: what the plain server was warmed up with, which tells what an answer takes where no pass was ended.
+    """
 
     def __init__(self, load: Load):
         self.load = load
+        self.warm: list[Pass] = []
         self.failed: dict[Candidate, str] = {}
         self.started, self.start_s, self.is_cut = 0, 0.0, False
         self._passes: dict[Candidate, list[Pass]] = {}
@@ -149,13 +179,14 @@ class _Asked:
                     )
                 except DraftlineError as error:  # it does not speculate
                     self.failed[candidate] = str(error)
-        answers = sum(len(one.answers) for one in plain)
+        timed = plain or self.warm
+        answers = sum(len(one.answers) for one in timed)
         return Measured(
             results,
             {candidate: self.failed[candidate] for candidate in batch if candidate in self.failed},
             self.started,
             self.start_s,
-            sum(one.seconds for one in plain) / answers if answers else None,
+            sum(one.seconds for one in timed) / answers if answers else None,
             self.is_cut,
         )
 

@@ -72,11 +72,6 @@ class Trial:
         """Of the latest rung, which asked most questions."""
         return self.results[-1] if self.results else None
 
-    @property
-    def is_known(self) -> bool:
-        """Whether it was measured, or tried and dropped."""
-        return bool(self.results or self.failed)
-
     def is_above(self, other: "Trial") -> bool:
         """Whether it was in the latest rung that both were measured in; not where there is none."""
         beside = {result.rung: result for result in other.results}

@@ -36,7 +36,7 @@ class Search:
         best: the fastest that params.yaml would take; None where none was measured.
         ended: a sentence on how the search came to its end.
         is_complete: whether it ran until its budget or its questions ended.
-        shortage: a sentence on servers to compare with that a complete search had no time for, and on how much it needs.
+        shortage: a sentence on the servers to compare with that there was no time for, and on how much would do; else empty.
     """
 
     def __init__(self, space: Space, bench: Bench, say: Callable[[str], object] = lambda sentence: None):
@@ -75,8 +75,7 @@ class Search:
 
     @property
     def has_compared(self) -> bool:
-        """Whether there is a best, and something beside the current parameters was measured that could have been it, or was
-        to be compared with."""
+        """Whether there is a best, and more than the current parameters was measured, which alone are the best of nothing."""
         measured = {candidate for candidate, trial in self.trials.items() if trial.last}
         return self.best is not None and bool(measured - {self.space.rows[CURRENT]})
 
@@ -192,7 +191,8 @@ class Search:
             raise _Spent
 
     def _shortage(self) -> str:
-        missing = [candidate for candidate in self._first() if not self._trial(candidate).is_known]
+        known = {candidate for candidate, trial in self.trials.items() if trial.last or trial.failed}
+        missing = [candidate for candidate in self._first() if candidate not in known]
         if not set(missing) & set(self.space.required):
             return ""
         return self._schedule.shortage(missing, self.space.required)

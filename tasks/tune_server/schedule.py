@@ -1,0 +1,96 @@
+"""What fits into the budget of a search, by what starts and answers took so far; and how large a budget would have done."""
+
+import math
+from collections.abc import Collection, Sequence
+
+from tasks.tune_server.bench import Bench, Measured
+from tasks.tune_server.candidates import PLAIN, Candidate
+from tasks.tune_server.costs import Costs
+
+# Of the questions of rung 0, so many times as many are asked at most.
+MOST_TIMES = 16
+# What starts and answers take varies: so many times as much as was measured does.
+_RESERVE = 1.2
+
+
+class Schedule:
+    """
+    Attributes:
+        few: questions of rung 0, the fewest that tell anything.
+        budget: seconds in all.
+    """
+
+    def __init__(self, bench: Bench):
+        self.few, self.budget = bench.least_questions, bench.remaining()
+        self._bench, self._costs = bench, Costs(bench.starts_together)
+
+    @property
+    def room(self) -> int:
+        """Candidates of a batch."""
+        return max(1, self._bench.capacity - 1)
+
+    def learn(self, batch: Sequence[Candidate], measured: Measured) -> None:
+        """Note what a batch took."""
+        self._costs.started(measured.started, measured.start_s)
+        if measured.plain_answer_s is not None:
+            self._costs.answered(PLAIN, measured.plain_answer_s)
+        for candidate, result in measured.results.items():
+            self._costs.answered(candidate, result.answer_s)
+        if measured.is_cut and not self._costs.are_known and not measured.started:
+            self._costs.started(1 + len(batch), self._spent)  # at least: they were not up by then
+
+    def next_batch(self, pending: Sequence[Candidate], questions: int, share: float) -> list[Candidate]:
+        """The first, and others that fit beside it into memory and budget; of those, the ones that run come first.
+
+        Args:
+            share: of the budget, that may be spent by its end.
+
+        Returns:
+            None of them where not even the first fits.
+        """
+        if not self._costs.are_known:  # what a start takes is not known: no more than one start's time is risked
+            return list(pending[: self.room if self._bench.starts_together else 1])
+        first, *others = pending
+        ordered = [first, *sorted(others, key=lambda candidate: candidate not in self._bench.running)]
+        sizes = range(min(self.room, len(ordered)), 0, -1)
+        return next((ordered[:size] for size in sizes if self.fits(ordered[:size], questions, share)), [])
+
+    def fits(self, candidates: Sequence[Candidate], questions: int, share: float) -> bool:
+        """Whether so many questions of all of them end before so much of the budget is spent."""
+        needed = self._seconds(candidates, questions, self._bench.running)
+        return needed <= self._bench.remaining() - (1 - share) * self.budget
+
+    def affordable(self, candidates: Sequence[Candidate]) -> int:
+        """The most questions that there is time to ask of all of them; 0 where not even the least."""
+        asked = (times * self.few for times in (MOST_TIMES, 8, 4, 2, 1))
+        return next((questions for questions in asked if self.fits(candidates, questions, 1.0)), 0)
+
+    def shortage(self, missing: Sequence[Candidate], compared: Sequence[Candidate]) -> str:
+        """A sentence on servers that there was no time for, and on how much would have been needed.
+
+        Args:
+            missing: in the first rung.
+            compared: all that the last rung would ask once more.
+        """
+        running = self._bench.running if self._costs.are_known else ()
+        stays = {PLAIN, *compared} if len(compared) <= self.room < self._bench.capacity else ()
+        needed = self._seconds(missing, self.few, running) + self._seconds(compared, self.few, stays)
+        minutes = math.ceil(max(_RESERVE * (self._spent + needed), self.budget + 1) / 60)
+        took, would = self._costs.told, f"{minutes} minutes would do"
+        if not self._costs.are_known:
+            took, would = (
+                f"within {self._spent:.0f} s no server was up and warm",
+                f"at least {minutes} minutes are needed",
+            )
+        names = ", ".join(candidate.name for candidate in missing)
+        return f"{self.budget / 60:g} minutes are too short to measure {names}: {took}; {would} (--minutes {minutes})."
+
+    @property
+    def _spent(self) -> float:
+        return self.budget - self._bench.remaining()
+
+    def _seconds(self, candidates: Sequence[Candidate], questions: int, running: Collection[Candidate]) -> float:
+        plain = [PLAIN] * math.ceil(len(candidates) / self.room)  # asked in each batch, and started where none stays
+        starts = (*(plain if self._bench.capacity == 1 else plain[:1]), *candidates)
+        starting = sum(candidate not in running for candidate in starts)
+        return self._costs.batch(starting, (*plain, *candidates), questions)
