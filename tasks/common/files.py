@@ -115,9 +115,11 @@ def read_numbered_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not line.strip():
                 continue
             try:
-                row = json.loads(line)
+                row = json.loads(line.rstrip(b"\r\n"))
             except UnicodeDecodeError as error:
                 raise DraftlineError(f"{path}:{number}: not UTF-8 ({error}). Save the file as UTF-8.") from None
+            except json.JSONDecodeError as error:  # its own text says 'line 1' of every line
+                raise DraftlineError(f"{path}:{number}: not valid JSON ({error.msg}: column {error.colno}).") from None
             except ValueError as error:
                 raise DraftlineError(f"{path}:{number}: not valid JSON ({error}).") from None
             if not isinstance(row, dict):

@@ -106,7 +106,7 @@ def _require_theirs(plan: ServerPlan, draft: Path, field: str, target: KnownTarg
 
 
 def _open_theirs(draft: Path, field: str) -> DraftFiles:
-    expected = "Expected: the folder of an EAGLE-3 draft, its config.json and its weights. Name that."
+    expected = "Expected: the folder of an EAGLE-3 draft, its config.json and its weights. Correct the path."
     try:
         files = DraftFiles.open(draft)
     except DraftlineError as error:

@@ -90,7 +90,7 @@ def locate_draft(draft: str, field: str, weights: bool = True) -> Path:
     if folder == TRAINED or (folder / "draft.json").is_file():
         raise DraftlineError(
             f"{named}: {draft} holds a draft as train_draft writes it, which no server reads. Expected: an exported one, "
-            f"config.json and weights. Name an export, such as {EXPORT} of another checkout; this run's is measured anyway."
+            f"config.json and weights. Name {folder.with_name(EXPORT.name)}, which export_draft writes from it."
         )
     if draft and folder.is_dir():
         return folder.absolute()

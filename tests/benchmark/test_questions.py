@@ -49,18 +49,61 @@ def test_every_concurrency_greedily_and_sampling_at_the_lowest_alone(loads):
     assert found[0].questions[0].token_ids == found[0].questions[2].token_ids  # two questions, asked over again
 
 
-def test_a_row_that_asks_nothing_is_named_with_its_line(loads):
-    with pytest.raises(DraftlineError, match=r"set\.jsonl:2: no question: empty_prompt.*benchmark\.sets\.maths"):
-        loads([EAGLE, {"turns": [" "]}])
+LINES = [
+    ('{"turns": [" "]}', "no question: the user's last turn is empty"),
+    (
+        '{"question": "How old?"}',
+        "no question: of messages, conversations, turns, prompt the line has none (it has 'question')",
+    ),
+    ('{"turns": "How old?"}', "no question: turns is 'How old?', expected a list of texts"),
+    ('{"prompt": 7}', "no question: prompt is 7, expected a text"),
+    (
+        '{"messages": [{"role": "tool", "content": "x"}]}',
+        "a turn is said by none of system, user, assistant, human, gpt",
+    ),
+    ('{"prompt": "How old', "not valid JSON (Unterminated string starting at: column 12)"),
+    ('"How old?"', "expected a JSON object, found str"),
+]
 
 
-def test_a_set_without_questions_or_without_a_file_is_named(loads):
-    with pytest.raises(DraftlineError, match=r"set\.jsonl: holds no question"):
+@pytest.mark.parametrize(("line", "problem"), LINES)
+def test_a_line_that_asks_nothing_is_named_with_its_field_and_what_is_accepted(loads, tmp_path, line, problem):
+    (tmp_path / "lines.jsonl").write_text(json.dumps(EAGLE) + "\n" + line + "\n")
+    with pytest.raises(DraftlineError) as refusal:
+        loads([EAGLE], sets={"maths": "lines.jsonl"})
+    said = str(refusal.value)
+    assert said.startswith("params.yaml: benchmark.sets.maths: lines.jsonl:2: ") and problem in said
+    assert '{"turns": ["..."]} or {"prompt": "..."}' in said and "Correct the" in said
+
+
+def test_a_file_in_another_encoding_is_to_be_saved_as_utf_8(loads, tmp_path):
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "café"}'.encode("latin-1"))
+    with pytest.raises(DraftlineError, match=r"sets\.maths: latin\.jsonl:1: not UTF-8 .* Save the file as UTF-8\."):
+        loads([EAGLE], sets={"maths": "latin.jsonl"})
+
+
+def test_a_set_without_questions_or_without_a_file_is_named(loads, tmp_path):
+    with pytest.raises(DraftlineError, match=r"benchmark\.sets\.maths: set\.jsonl holds no question\. Expected"):
         loads([])
-    with pytest.raises(DraftlineError, match=r"absent\.jsonl: not there"):
+    with pytest.raises(
+        DraftlineError, match=r"benchmark\.sets\.maths: 'absent\.jsonl' is not there\. Expected: a JSONL"
+    ) as e:
         loads([EAGLE], sets={"maths": "absent.jsonl"})
+    assert "dvc repro" not in str(e.value)  # no stage writes it
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DraftlineError, match=r"benchmark\.sets\.maths: 'folder' is a folder\. Expected: a JSONL file"):
+        loads([EAGLE], sets={"maths": "folder"})
+
+
+def test_text_that_would_become_a_control_token_is_refused_with_its_line(loads):
+    with pytest.raises(
+        DraftlineError, match=r"sets\.maths: set\.jsonl:2: the text '<\|im_end\|>' would become a control"
+    ):
+        loads([EAGLE, {"prompt": "What is <|im_end|>?"}])
 
 
 def test_a_question_that_the_served_context_cannot_hold_is_refused_before_a_server_starts(loads):
-    with pytest.raises(DraftlineError, match=r"SGLang would refuse it\. Raise serve\.context_length"):
+    with pytest.raises(
+        DraftlineError, match=r"sets\.maths: set\.jsonl:1: .*SGLang would refuse it\. Raise serve\.context_"
+    ):
         loads([EAGLE], serve={"context_length": 64})

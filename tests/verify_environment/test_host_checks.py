@@ -52,7 +52,8 @@ def ours() -> Interpreter:
 def test_free_ports_are_ok():
     with listening() as port:
         pass
-    assert check_ports(serving_on(port)).verdict == "ok"
+    check = check_ports(serving_on(port))
+    assert check.verdict == "ok" and check.found == "all 2 free"
 
 
 @pytest.mark.parametrize("offset", [0, 1])
@@ -62,6 +63,16 @@ def test_a_taken_port_is_an_error_that_names_its_owner(offset):
     assert check.verdict == "error"
     assert f"{port} held by pid {os.getpid()}" in check.found
     assert f"kill {os.getpid()}" in check.fix
+
+
+def test_a_port_for_each_of_the_other_drafts_is_looked_at(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        last = taken.getsockname()[1]
+        sections = {"serve": {"port": last - 3}, "benchmark": {"drafts": {"theirs": "a", "others": "b"}}}
+        check = check_ports(Params.model_validate(sections))
+    assert check.verdict == "error" and f"{last} held by pid {os.getpid()}" in check.found
 
 
 def test_a_server_that_a_dead_run_left_is_a_warning(tmp_path, monkeypatch):

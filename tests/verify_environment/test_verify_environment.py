@@ -79,7 +79,7 @@ def test_the_embedded_default_is_verified_and_planned(project):
 
 
 def test_all_failures_are_told_at_once_and_no_versions_are_recorded(project, tmp_path):
-    """A broken sglang, a taken port, and more states than any disk holds."""
+    """A broken sglang, a taken port, more states than any disk holds, a set and a draft that are not there."""
     broken = tmp_path / "broken" / "sglang" / "__init__.py"
     broken.parent.mkdir(parents=True)
     broken.write_text("raise ImportError('libcuda.so.1: cannot open shared object file')")
@@ -91,6 +91,7 @@ def test_all_failures_are_told_at_once_and_no_versions_are_recorded(project, tmp
             serve={"port": taken.getsockname()[1]},
             regenerate={"max_new_tokens": 10**9},
             train_draft={"draft_vocab_size": 320},
+            benchmark={"sets": {"mine": "nowhere.jsonl"}, "drafts": {"theirs": "artifacts/draft"}},
         )
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(LLAMA))
@@ -99,7 +100,8 @@ def test_all_failures_are_told_at_once_and_no_versions_are_recorded(project, tmp
         run = run_stage(folder, search=f"{broken.parents[1]}{os.pathsep}{folder / 'infra' / 'sglang_cpu'}")
     assert run.returncode == 1
     failed = {line.split(":")[0].removeprefix("- ") for line in run.stderr.splitlines() if line.startswith("- ")}
-    assert failed == {"sglang", "lengths", "disk", "ports"}
+    assert failed == {"sglang", "lengths", "disk", "ports", "question sets", "other drafts"}
+    assert "benchmark.sets.mine: 'nowhere.jsonl' is not there" in run.stderr
     assert f"pid {os.getpid()}" in run.stderr
     assert "cache.type hardlink" in run.stderr
     assert "python" in run.stdout  # the table came first, whole
