@@ -43,17 +43,21 @@ def main(minutes: float, concurrency: int) -> None:
         search = Search(space, bench, lambda sentence: print(sentence, file=sys.stderr, flush=True))
         found = run_and_report(search, params, minutes, concurrency, budget)
     show(found)
+    if not search.has_compared:
+        raise DraftlineError(_nothing_found(search))
     print(f"The best plan, to copy into {PARAMS}: {PROFILE}")
 
 
 def run_and_report(search: "Search", params: Params, minutes: float, concurrency: int, budget: "Budget") -> dict:
-    """Search, and write both reports however the search ends: what was measured by then is kept.
+    """Search, and write both reports however the search ends, if something was compared by then.
+
+    Else those of an earlier search stay, which found more.
 
     Returns:
         reports/tuned.json.
 
     Raises:
-        DraftlineError: the search's; no profile is left then unless there is a best to put into it.
+        DraftlineError: the search's.
     """
     from tasks.tune_server.report import report, write_profile
 
@@ -61,14 +65,18 @@ def run_and_report(search: "Search", params: Params, minutes: float, concurrency
         search.run()
     finally:
         found = report(search, params, concurrency, budget.seconds, budget.seconds - budget.remaining(), REPORTS)
-        write_json(REPORT, found)
-        if search.is_complete or search.best:
+        if search.has_compared:
+            write_json(REPORT, found)
             settings = found["settings"]
             where = f"{_device_name(params)}, SGLang {settings['version']}, {settings['dtype']}, {concurrency} at once"
             write_profile(PROFILE, search, params, _command(minutes, concurrency), where)
-        else:
-            PROFILE.unlink(missing_ok=True)  # an earlier search's, which this report is not of
     return found
+
+
+def _nothing_found(search: "Search") -> str:
+    why = search.shortage or "Every server to compare with was dropped: see above why."
+    kept = f"; {REPORT} is still an earlier search's" if REPORT.exists() else ""
+    return f"{why}\nNothing was compared, so nothing was written{kept}."
 
 
 def _require_sensible(minutes: float, concurrency: int, params: Params) -> None:

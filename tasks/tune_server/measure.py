@@ -1,6 +1,8 @@
 """Real measurements for the search: every candidate beside the plain server, warm, in turn, the prefix cache emptied."""
 
+import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
@@ -210,10 +212,24 @@ def result_of(rung: int, made: Sequence[Pass], plain: Sequence[Pass], steps: int
         plain_tokens_per_s=_speed(plain),
         accept_length=acceptance.accept_length if acceptance else None,
         survival=tuple(acceptance.survival(steps)) if acceptance else (),
+        accept_error=_accept_error(made, acceptance.accept_length) if acceptance else 0.0,
         break_even=median(_per_step([one]) / _per_step([of_plain]) for one, of_plain in beside) if acceptance else None,
         plain_step_s=_per_step(plain),
         answer_s=sum(one.seconds for one in made) / len(answers),
     )
+
+
+def _accept_error(passes: Sequence[Pass], accept_length: float) -> float:
+    """Standard error of the acceptance length, as of a ratio of sums over questions, as a share of it."""
+    asked: dict[str, list[Completion]] = defaultdict(list)
+    for one in passes:
+        for question, answer in zip(one.load.questions, one.answers, strict=True):
+            asked[question.id].append(answer)
+    if len(asked) < 2:
+        return math.inf
+    rounds = sum(answer.verify_rounds for answers in asked.values() for answer in answers)
+    off = [sum(a.correct_drafts - (accept_length - 1) * a.verify_rounds for a in answers) for answers in asked.values()]
+    return math.sqrt(sum(one**2 for one in off) * len(off) / (len(off) - 1)) / rounds / accept_length
 
 
 def _speed(passes: Sequence[Pass]) -> float:

@@ -4,7 +4,7 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
-from tasks.common.break_even import advice
+from tasks.common.break_even import advice, measured_step_share
 from tasks.common.files import read_json, replacing
 from tasks.common.params import PARAMS, Params
 from tasks.tune_server.candidates import Candidate
@@ -12,14 +12,19 @@ from tasks.tune_server.results import Result, Trial
 from tasks.tune_server.search import Search
 from tasks.tune_server.space import CURRENT
 
+_NO_STEP_TIME = (
+    "Whether fewer draft steps would pay more is not known: how much of a round one step takes is seen by chains of two lengths, "
+    "which were not both measured, or by `python -m tasks.profile_server`."
+)
+
 
 def report(search: Search, params: Params, concurrency: int, budget_s: float, spent_s: float, folder: Path) -> dict:
     """reports/tuned.json.
 
     Args:
-        folder: where reports/scaling.json may lie.
+        folder: where reports/scaling.json and profile.json may lie, for the advice.
     """
-    best = search.best
+    best = search.best if search.has_compared else None
     return {
         "concurrency": concurrency,
         "budget_s": round(budget_s, 1),
@@ -30,7 +35,7 @@ def report(search: Search, params: Params, concurrency: int, budget_s: float, sp
         "comparison": comparison(search, params),
         "round_time": _round_time(search),
         "verdict": verdict(search),
-        "advice": _advice(best.last, best.candidate, search, folder) if best else [],
+        "advice": _advice(search.best, search, params, concurrency, folder) if search.best else [],
         "candidates": [_row(trial, params) for trial in search.trials.values()],
         "notes": list(search.space.notes),
         "settings": {
@@ -48,8 +53,8 @@ def report(search: Search, params: Params, concurrency: int, budget_s: float, sp
 
 def comparison(search: Search, params: Params) -> list[dict]:
     """The best and what it is compared with: a row each, of the latest rung in which it was measured."""
-    rows = {} if search.best is None else {"best": search.best}
-    rows |= {name: search.trials[c] for name, c in search.space.rows.items() if c in search.trials}
+    rows = {"best": search.best} if search.has_compared else {}
+    rows |= {name: search.trials.get(candidate, Trial(candidate)) for name, candidate in search.space.rows.items()}
     alike = _alike(search)
     return [
         {"row": name, "name": trial.candidate.name, "failed": trial.failed, "result": _result(trial.last)}
@@ -58,10 +63,15 @@ def comparison(search: Search, params: Params) -> list[dict]:
 
 
 def verdict(search: Search) -> str:
-    """How the best stands to the plain server and to the current parameters, in a sentence or three."""
+    """How the best stands to the plain server and to the current parameters, in a few sentences."""
     best = search.best
     if best is None:
-        return "Nothing was measured in full: give it more minutes, or see why the servers failed."
+        return "Nothing was measured in full."
+    if not search.has_compared:
+        return (
+            f"{best.candidate.name}, the current parameters: {best.last.speedup:.2f} times the plain server "
+            f"({_spread(best.last)}). Nothing else was measured."
+        )
     said = [f"{best.candidate.name}: {best.last.speedup:.2f} times the plain server ({_spread(best.last)})."]
     if best.last.speedup <= 1:
         said = [
@@ -77,27 +87,27 @@ def verdict(search: Search) -> str:
             f"Its settings make the plain server {alike.last.speedup:.2f} times as fast as well: of the draft itself are "
             f"{best.last.speedup / alike.last.speedup:.2f} times."
         )
-    return " ".join(said)
+    return " ".join([*said, *filter(None, [search.shortage])])
 
 
 def write_profile(path: Path, search: Search, params: Params, command: str, where: str) -> None:
-    """The best plan, or the current one where nothing was measured: the section `serve:` and where it comes from.
+    """The best plan: the section `serve:`, and where it comes from.
 
     Args:
+        search: has a best.
         command: that made it.
         where: device and engine.
     """
     import yaml
 
     best = search.best
-    chosen = best.candidate.params(params) if best else params
+    chosen = best.candidate.params(params)
     said = [
         f"The section serve: of {PARAMS}, tuned by `{command}`.",
         f"Measured on {where}.",
         verdict(search),
+        f"Acceptance length {best.last.accept_length:.2f} over {best.last.questions} questions, greedy.",
     ]
-    if best:
-        said.append(f"Acceptance length {best.last.accept_length:.2f} over {best.last.questions} questions, greedy.")
     if not search.is_complete:
         said.append(search.ended)
     text = yaml.safe_dump({"serve": chosen.serve.model_dump(mode="json")}, sort_keys=False)
@@ -123,17 +133,24 @@ def _alike(search: Search) -> Trial | None:
     return trial if trial and trial.last else None
 
 
-def _advice(result: Result, candidate: Candidate, search: Search, folder: Path) -> list[str]:
-    line, scaling, shape = search.prediction.round_time, folder / "scaling.json", candidate.shape
-    return advice(
+def _advice(trial: Trial, search: Search, params: Params, concurrency: int, folder: Path) -> list[str]:
+    result, shape, scaling = trial.last, trial.candidate.shape, folder / "scaling.json"
+    if line := search.prediction.round_time:
+        share = line.step_share(shape.steps)
+    else:
+        measured_with = {"device": params.target.device, "dtype": params.target.dtype}
+        share = measured_step_share(concurrency, shape.steps, shape.topk, measured_with, folder)
+    said = advice(
         result.accept_length,
         result.survival,
         shape.steps,
         result.break_even,
         topk=shape.topk,
-        draft_step_share=line.step_share(shape.steps) if line else None,
+        draft_step_share=share,
         scaling=read_json(scaling) if scaling.exists() else None,
     )
+    # Where a share is missing it sends to this search, which has just ended without one.
+    return [_NO_STEP_TIME if "python -m tasks.tune_server" in sentence else sentence for sentence in said]
 
 
 def _row(trial: Trial, params: Params) -> dict:

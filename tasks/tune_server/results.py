@@ -1,5 +1,6 @@
 """What was found about each candidate."""
 
+import math
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -16,6 +17,7 @@ class Result:
         tokens_per_s: of all users together, over all repeats; so is `plain_tokens_per_s`.
         accept_length: None for a server without a draft, and so the next two.
         survival: share of rounds in which draft tokens 1..i are all correct.
+        accept_error: standard error of the acceptance length between questions, as a share of it; infinite for one question.
         break_even: time of a round over that of a plain step beside it, behind the first token; median over the repeats.
         plain_step_s: seconds that one user waits for a token of the plain server, behind the first.
         answer_s: seconds that an answer took, of all users together.
@@ -28,6 +30,7 @@ class Result:
     plain_tokens_per_s: float
     accept_length: float | None
     survival: tuple[float, ...]
+    accept_error: float
     break_even: float | None
     plain_step_s: float
     answer_s: float
@@ -48,8 +51,9 @@ class Result:
 
     @property
     def uncertainty(self) -> float:
-        """Half the spread of the repeats, as a share of the speed-up."""
-        return (max(self.ratios) - min(self.ratios)) / 2 / self.speedup
+        """As a share of the speed-up: half the spread of the repeats, and the error of the acceptance length, which no
+        repeat shows, since all ask the same questions."""
+        return math.hypot((max(self.ratios) - min(self.ratios)) / 2 / self.speedup, self.accept_error)
 
 
 @dataclass

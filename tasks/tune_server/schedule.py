@@ -76,14 +76,12 @@ class Schedule:
         stays = {PLAIN, *compared} if len(compared) <= self.room < self._bench.capacity else ()
         needed = self._seconds(missing, self.few, running) + self._seconds(compared, self.few, stays)
         minutes = math.ceil(max(_RESERVE * (self._spent + needed), self.budget + 1) / 60)
-        took, would = self._costs.told, f"{minutes} minutes would do"
-        if not self._costs.are_known:
-            took, would = (
-                f"within {self._spent:.0f} s no server was up and warm",
-                f"at least {minutes} minutes are needed",
-            )
+        if self._costs.are_known:
+            why = f"{self._costs.told}; --minutes {minutes} would do."
+        else:
+            why = f"within {self._spent:.0f} s no server was up and warm; at least --minutes {minutes} is needed."
         names = ", ".join(candidate.name for candidate in missing)
-        return f"{self.budget / 60:g} minutes are too short to measure {names}: {took}; {would} (--minutes {minutes})."
+        return f"{self.budget / 60:g} minutes are too short to measure {names}: {why}"
 
     @property
     def _spent(self) -> float:

@@ -8,12 +8,13 @@ from tasks.common.console import console
 def show(report: dict) -> None:
     """Print what was measured, what was left out and why, and what follows."""
     terminal = console()
-    terminal.print(
-        f"\nTokens per second over the plain server's, {report['concurrency']} at once, by rung", style="italic"
-    )
-    terminal.print(_candidates(report))
-    terminal.print("\nThe best and what it is compared with", style="italic")
-    terminal.print(_compared(report))
+    if any(row["rungs"] for row in report["candidates"]):
+        speeds = f"\nTokens per second over the plain server's, {report['concurrency']} at once, by rung"
+        terminal.print(speeds, style="italic")
+        terminal.print(_candidates(report))
+        compared = "The best and what it is compared with" if report["best"] else "What was to be compared"
+        terminal.print(f"\n{compared}", style="italic")
+        terminal.print(_compared(report))
     terminal.print()
     for sentence in (*_left_out(report), *report["notes"], report["ended"], report["verdict"], *report["advice"]):
         terminal.print(sentence, markup=False)

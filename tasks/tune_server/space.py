@@ -57,7 +57,7 @@ class Space:
             compared = ", ".join(candidate.name for candidate in sorted(unfit, key=lambda one: one.shape))
             notes.append(
                 f"More than {trained} draft steps are not tried: the draft was trained on {trained} (train_draft.ttt_length in "
-                f"{PARAMS})." + (f" Measured for comparison alone: {compared}." if compared else "")
+                f"{PARAMS})." + (f" For comparison alone: {compared}." if compared else "")
             )
         return cls(rows, tuple(shapes), tuple(options), unfit, tuple(notes))
 

@@ -89,6 +89,7 @@ class Bench:
             1 / PLAIN_STEP_S,
             1 + sum(survived) if shape else None,
             survived,
+            0.0,
             (1 + sum(survived)) / speed if shape else None,
             PLAIN_STEP_S,
             self._answer_s(candidate),

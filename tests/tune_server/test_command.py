@@ -19,7 +19,7 @@ from tasks.common.responses import RESPONSES, Response
 from tasks.common.server_session import port_is_free
 from tasks.common.target import TARGET, target_contract
 from tasks.prepare_target.prepare import prepare_target
-from tasks.tune_server.__main__ import _questions, _require_sensible, run_and_report
+from tasks.tune_server.__main__ import _nothing_found, _questions, _require_sensible, run_and_report
 from tasks.tune_server.options import Device
 from tasks.tune_server.search import Search
 from tasks.tune_server.servers import Budget
@@ -65,6 +65,17 @@ def test_questions_must_fit_into_the_servers(tmp_path, monkeypatch, serve, said)
         _questions(Params.model_validate({"serve": serve, "benchmark": {"concurrency": [1]}}), 2)
 
 
+EARLIER = ('{"of": "an earlier search"}', "serve: of an earlier search\n")
+
+
+def earlier_reports() -> tuple[Path, Path]:
+    Path("reports").mkdir()
+    paths = Path("reports/tuned.json"), Path("reports/tuned_params.yaml")
+    for path, text in zip(paths, EARLIER, strict=True):
+        path.write_text(text)
+    return paths
+
+
 class Ending(Bench):
     """Ended by `error` when a batch of this rung begins."""
 
@@ -82,19 +93,39 @@ class Ending(Bench):
 @pytest.mark.parametrize("rung", [0, 1])
 def test_a_search_that_ends_early_reports_what_was_measured_and_still_fails(tmp_path, monkeypatch, error, rung):
     monkeypatch.chdir(tmp_path)
-    params, profile = Params.model_validate({"benchmark": {"concurrency": [1]}}), Path("reports/tuned_params.yaml")
-    profile.parent.mkdir()
-    profile.write_text("serve: of an earlier search\n")
+    params = Params.model_validate({"benchmark": {"concurrency": [1]}})
+    tuned, profile = earlier_reports()
     search = Search(Space.of(params, 1, "LlamaForCausalLM", Device(None)), Ending(error, rung))
     with pytest.raises(type(error)):
         run_and_report(search, params, 10, 1, Budget(600))
-    found = read_json(Path("reports/tuned.json"))
+    if rung == 0:
+        assert (tuned.read_text(), profile.read_text()) == EARLIER
+        return
+    found = read_json(tuned)
     assert found["complete"] is False
     assert found["ended"].startswith(f"Ended early, in rung {rung}: ")
-    assert (found["best"] is None, profile.exists()) == ((True, False) if rung == 0 else (False, True))
-    if rung:
-        assert "# Ended early, in rung 1" in profile.read_text()
-        assert yaml.safe_load(profile.read_text())["serve"]["num_steps"] == found["best"]["steps"]
+    assert "# Ended early, in rung 1" in profile.read_text()
+    assert yaml.safe_load(profile.read_text())["serve"]["num_steps"] == found["best"]["steps"]
+
+
+@pytest.mark.parametrize(
+    ("law", "why"),
+    [
+        ({"budget_s": 24, "start_s": 10.0}, "0.4 minutes are too short to measure 5/4/8 (automatic), 2/1/3: "),
+        ({"broken": lambda candidate: True}, "Every server to compare with was dropped: see above why."),
+    ],
+)
+def test_a_search_that_compared_nothing_leaves_the_reports_of_an_earlier_one(tmp_path, monkeypatch, law, why):
+    monkeypatch.chdir(tmp_path)
+    params = Params.model_validate({"benchmark": {"concurrency": [1]}})
+    over = Space.of(params, 1, "LlamaForCausalLM", Device(None))
+    search = Search(over, Bench(capacity=2, starts_together=False, **law))
+    assert "tuned.json" not in _nothing_found(search)
+    reports = earlier_reports()
+    assert run_and_report(search, params, 10, 1, Budget(600))["best"] is None
+    assert tuple(path.read_text() for path in reports) == EARLIER
+    assert _nothing_found(search).startswith(why)
+    assert _nothing_found(search).endswith("reports/tuned.json is still an earlier search's.")
 
 
 def test_a_search_that_ran_to_its_end_is_complete(tmp_path, monkeypatch):
@@ -145,9 +176,18 @@ def test_a_search_on_real_servers_after_one_that_was_killed(served):
         time.sleep(0.1)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
+
+    short, reports = started(0.1), earlier_reports()
+    said, log = short.communicate()
+    assert short.returncode == 1, log
+    assert "no server was up and warm; at least --minutes 1 is needed" in log
+    assert "The best" not in said
+    assert tuple(path.read_text() for path in reports) == EARLIER
+
     found = started(4)
     said, log = found.communicate()
     assert found.returncode == 0, log
+    assert "rung 0: 28/28 answer" in log  # 2 servers, 2 questions each to warm up and 4 in three repeats
     assert "killed a baseline server that a dead run left" in log
     assert "killed a speculative server that a dead run left" in log
 

@@ -1,5 +1,7 @@
 """From the answers of two servers to what the search is told, and a server that fails among others."""
 
+import math
+
 import pytest
 
 from tasks.common.errors import DraftlineError
@@ -56,6 +58,22 @@ def test_break_even_is_that_of_the_same_repeat_so_that_a_slow_one_counts_for_bot
     assert result_of(0, drafted, plain, 2).break_even == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_the_error_of_the_acceptance_length_is_between_questions_and_no_repeat_lessens_it(repeats):
+    # 4 rounds each: acceptance lengths 2 and 3, whose mean has the error 0.5.
+    answers = (answer(9, 0.5, 0.1, (1, 2, 1)), answer(9, 0.5, 0.1, (0, 0, 4)))
+    drafted = [Pass("", LOAD, repeat, 1.0, answers) for repeat in range(repeats)]
+    found = result_of(0, drafted, [made(repeat, 0.9) for repeat in range(repeats)], 2)
+    assert found.accept_length == 2.5
+    assert found.accept_error == pytest.approx(0.5 / 2.5)
+
+
+def test_one_question_tells_nothing_of_others():
+    load = Load("heldout", (Question("q0", "chat", [1]),) * 2, 1, 0.0, 9)
+    drafted = [Pass("", load, 0, 1.0, made(0, 0.5, ROUNDS).answers)]
+    assert math.isinf(result_of(0, drafted, [made(0, 0.9)], 2).accept_error)
+
+
 def test_a_plain_server_with_other_settings_has_no_acceptance():
     found = result_of(0, [made(0, 0.6)], [made(0, 0.9)], None)
     assert (found.accept_length, found.survival, found.break_even) == (None, (), None)
@@ -88,6 +106,43 @@ def test_a_candidate_that_fails_leaves_the_others_and_the_plain_server_ends_it()
     assert asked.measured([DRAFTED], 0).failed == {DRAFTED: "out of memory"}
     with pytest.raises(DraftlineError, match=r"the plain server failed.*port 30000 is in use"):
         asked.fail({PLAIN: "port 30000 is in use"})
+
+
+class Answering:
+    """A server that gives the same answer always."""
+
+    def __init__(self, histogram: tuple[int, ...] = ()):
+        self._histogram = histogram
+
+    def flush_cache(self) -> None:
+        pass
+
+    def server_info(self) -> dict:
+        return {}
+
+    def generate(self, *_, **__) -> Completion:
+        return answer(9, 0.5, 0.1, self._histogram)
+
+
+class TwoServers:
+    limit, starts_together = 4, False
+
+    def __init__(self):
+        self.running = {}
+
+    def ensure(self, wanted, standing):
+        self.running |= {candidate: Answering(ROUNDS if candidate.shape else ()) for candidate in wanted}
+        return {}
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_all_that_is_asked_is_counted_aloud(capsys, concurrency):
+    params = Params.model_validate({"benchmark": {"warmup_prompts": 1}})
+    bench = ServerBench(params, concurrency, LOAD.questions, Budget(60), TwoServers())
+    measured = bench.measure([DRAFTED], 2, 5, [])
+    answers = 2 * (concurrency + 3 * 4 * concurrency)  # warmed up with one a user, asked four a user three times
+    assert set(measured.results) == {DRAFTED}
+    assert f"rung 5: {answers}/{answers} answer" in capsys.readouterr().err
 
 
 class FreshHost:

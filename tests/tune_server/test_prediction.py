@@ -94,6 +94,14 @@ def test_nothing_is_ruled_out_by_what_the_repeats_themselves_vary():
     assert Prediction([wild, *others]).ruled_out(Candidate(Shape.chain(7))) is None
 
 
+@pytest.mark.parametrize("error", [0.9, float("inf")])
+def test_nothing_is_ruled_out_by_what_the_questions_vary(error):
+    found = measured(Shape.chain(1), Shape.chain(5), ratio=0.05)
+    trials = [Trial(Candidate(shape), [replace(of, accept_error=error)]) for shape, of in found.measured.items()]
+    assert found.ruled_out(Candidate(Shape.chain(7)))
+    assert Prediction(trials).ruled_out(Candidate(Shape.chain(7))) is None
+
+
 def test_the_line_is_through_the_rounds_of_the_chains():
     found = measured(Shape.chain(2), Shape.chain(6), Shape(5, 4, 8)).round_time
     assert found.at(4) == pytest.approx(round_s(Shape.chain(4)) / PLAIN_STEP_S)

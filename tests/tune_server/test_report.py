@@ -1,6 +1,7 @@
 """What stands in the reports of a search, and that the profile is a section that params.yaml takes."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -113,13 +114,54 @@ def test_a_best_below_one_is_said_to_beat_nothing():
     assert "You need" in reported(found)["advice"][0]
 
 
-def test_without_any_measurement_the_current_parameters_are_the_profile(tmp_path, capsys):
-    found, path = search(broken=lambda c: True), tmp_path / "tuned_params.yaml"
-    write_profile(path, found, PARAMS, "", "")
-    assert yaml.safe_load(path.read_text())["serve"] == PARAMS.serve.model_dump(mode="json")
-    assert "Nothing was measured" in path.read_text()
-    show(reported(found))
-    assert "dropped: refused" in capsys.readouterr().out
+def test_without_any_measurement_there_is_no_table_and_the_reasons_are_said(capsys):
+    show(reported(search(broken=lambda c: True)))
+    said = capsys.readouterr().out
+    assert "dropped: refused" in said
+    assert "Nothing was measured in full" in said
+    assert "server  " not in said
+
+
+@pytest.fixture
+def short() -> Search:
+    """There was time for the current parameters alone."""
+    found = Search(Space.of(PARAMS, 1, "LlamaForCausalLM", Device(None)), Bench(25, 2, False, start_s=10.0))
+    found.run()
+    return found
+
+
+def test_the_current_parameters_alone_are_the_best_of_nothing(short, capsys):
+    found = reported(short)
+    assert found["best"] is None
+    assert found["verdict"].startswith("4/1/5, the current parameters: ")
+    assert found["verdict"].endswith("Nothing else was measured.")
+    rows = {row["row"]: row["result"] for row in found["comparison"]}
+    assert {name for name, result in rows.items() if result is None} == {"automatic", "5/4/8", "3/1/4"}
+    assert "current" in rows
+    show(found)
+    said = capsys.readouterr().out
+    assert said.count("not measured") == 3
+    assert "best" not in said
+
+
+def test_a_row_for_which_there_was_no_time_is_said_in_the_verdict():
+    found = Search(Space.of(PARAMS, 1, "LlamaForCausalLM", Device(None)), Bench(70, 2, False, start_s=20.0))
+    found.run()
+    assert found.has_compared
+    assert re.search(r"minutes are too short to measure 3/1/4.* --minutes \d+ would do\.$", verdict(found))
+
+
+def test_the_advice_of_a_search_without_two_chains_reads_the_profile_and_else_sends_to_it(short, tmp_path):
+    def advised() -> str:
+        return report(short, PARAMS, 1, 25.0, 25.0, tmp_path)["advice"][1]
+
+    assert "python -m tasks.profile_server" in advised()
+    assert "tune_server" not in advised()
+    parts = {"draft_passes": 4, "parts": [{"part": "draft", "host_share": 0.4}]}
+    settings = WITH | {"steps": 4, "topk": 1}
+    profile = {"settings": settings, "by_requests": [{"requests": 1, "round": parts}]}
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    assert "instead of 4 would need" in advised()
 
 
 def test_servers_that_one_reason_rules_out_are_named_together(capsys):

@@ -1,7 +1,10 @@
 """The search over a law of speeds: what it starts, what it leaves, when it ends, and what it finds."""
 
+import math
 import random
 from dataclasses import replace
+from functools import cache
+from statistics import fmean, stdev
 
 import pytest
 
@@ -11,7 +14,7 @@ from tasks.tune_server.candidates import PLAIN, Candidate, Shape
 from tasks.tune_server.options import Device
 from tasks.tune_server.search import Search
 from tasks.tune_server.space import Space
-from tests.tune_server.bench import Bench
+from tests.tune_server.bench import PLAIN_STEP_S, Bench, round_s, survival
 
 LLAMA = "LlamaForCausalLM"
 
@@ -97,6 +100,40 @@ class Noisy(Bench):
     def _result(self, candidate, questions, rung):
         found, speed = super()._result(candidate, questions, rung), self.speedup(candidate)
         return replace(found, ratios=tuple(speed * self._random.gauss(1, 0.015) for _ in range(3)))
+
+
+class Questions(Bench):
+    """Each question has a chance of its own that a token survives; the first few of them are not like all."""
+
+    def __init__(self, seed: int):
+        super().__init__(3000)
+        draws = random.Random(seed)
+        self._ratios = [min(0.95, max(0.02, draws.gauss(0.4, 0.2))) for _ in range(300)]
+
+    def _survivals(self, shape: Shape, questions: int) -> list[tuple[float, ...]]:
+        return [survival(shape, ratio) for ratio in self._ratios[:questions]]
+
+    def speedup(self, candidate: Candidate) -> float:
+        return self._over(candidate, len(self._ratios))
+
+    @cache  # noqa: B019
+    def _over(self, candidate: Candidate, questions: int) -> float:
+        if candidate.shape is None:
+            return 1.0
+        survived = self._survivals(candidate.shape, questions)
+        return (1 + fmean(map(sum, survived))) * PLAIN_STEP_S / round_s(candidate.shape)
+
+    def _result(self, candidate, questions, rung):
+        survived, speed = self._survivals(candidate.shape, questions), self._over(candidate, questions)
+        lengths = [1 + sum(of_question) for of_question in survived]
+        return replace(
+            super()._result(candidate, questions, rung),
+            ratios=(speed * 0.99, speed, speed * 1.01),
+            accept_length=fmean(lengths),
+            survival=tuple(map(fmean, zip(*survived, strict=True))),
+            accept_error=stdev(lengths) / math.sqrt(len(lengths)) / fmean(lengths),
+            break_even=round_s(candidate.shape) / PLAIN_STEP_S,
+        )
 
 
 def with_settings(**law) -> list[set[str]]:
@@ -218,6 +255,18 @@ def test_what_the_model_rules_out_is_not_started_and_the_numbers_say_why():
     assert "times the plain server in decoding" in next(iter(ruled_out.values()))
 
 
+def test_few_questions_that_are_all_easy_or_all_hard_hardly_ever_rule_out_the_best():
+    ruled_out, others = 0, 0
+    for seed in range(40):
+        bench, over = Questions(seed), space()
+        trials = searched(bench, over).trials
+        best = max([*over.required, *over.shapes], key=bench.speedup)
+        ruled_out += bool(trials[best].pruned)
+        others += sum(bool(trial.pruned) for trial in trials.values())
+    assert ruled_out <= 2  # 10 where the repeats alone count, which ask the same questions
+    assert others > 40 * 5
+
+
 def test_a_server_that_does_not_start_is_dropped_and_the_search_goes_on():
     bench = Bench(3000, broken=lambda c: c.shape is not None and c.shape.topk > 1)
     over = space()
@@ -281,6 +330,25 @@ def test_a_budget_of_one_start_measures_the_current_server():
     over = space()
     found = searched(bench, over)
     assert found.best.candidate == over.rows["current"]
+    assert not found.has_compared
+    assert len(bench.asked) == 1  # asked again alone it would be compared with no more
+    assert "minutes are too short to measure 5/4/8 (automatic), 7/1/8: 2 servers took 20 s to start" in found.shortage
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5])
+def test_rungs_are_numbered_without_holes(capacity):
+    for budget in range(30, 400, 10):
+        bench = Bench(budget, capacity, starts_together=False, start_s=20.0)
+        searched(bench, space())
+        rungs = [rung for rung, _, _ in bench.asked]
+        assert sorted(set(rungs)) == list(range(max(rungs) + 1))
+        assert rungs == sorted(rungs)
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_search_that_tried_all_that_it_compares_is_short_of_nothing(broken):
+    found = searched(Bench(3000, broken=lambda c: broken and c.shape == Shape(5, 4, 8)), space())
+    assert (found.has_compared, found.shortage) == (True, "")
 
 
 def test_the_first_rung_leaves_time_to_compare_the_best_again():
@@ -297,16 +365,6 @@ def test_the_most_promising_shapes_are_started_first():
     speeds = [search.prediction.likely(candidate) for candidate in search._not_ruled_out(over.shapes)]
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[0] > speeds[-1]
-
-
-def test_of_a_batch_the_first_is_always_one_and_others_that_run_come_before_those_that_do_not():
-    bench, over = Bench(3000, capacity=3), space()
-    search = Search(over, bench)
-    first, idle, runs = over.shapes[:3]
-    bench.measure([runs], 4, 0, [])
-    search._costs.started(2, 20.0)
-    search._costs.answered(PLAIN, 0.1)
-    assert search._next_batch([first, idle, runs], 4, 1.0) == [first, runs]
 
 
 def test_what_is_left_at_the_end_asks_more_of_those_that_run_where_the_best_is_one():

@@ -1,0 +1,71 @@
+"""What is put into a batch, and how many minutes a search is told to need."""
+
+import re
+
+import pytest
+
+from tasks.tune_server.bench import Measured
+from tasks.tune_server.schedule import Schedule
+from tasks.tune_server.search import Search
+from tests.tune_server.bench import Bench
+from tests.tune_server.test_search import space
+
+
+def test_of_a_batch_the_first_is_always_one_and_others_that_run_come_before_those_that_do_not():
+    bench = Bench(3000, capacity=3)
+    schedule = Schedule(bench)
+    first, idle, runs = space().shapes[:3]
+    schedule.learn([runs], bench.measure([runs], 4, 0, []))
+    assert schedule.next_batch([first, idle, runs], 4, 1.0) == [first, runs]
+
+
+def test_where_none_stays_each_candidate_starts_a_plain_server_of_its_own():
+    bench = Bench(88, capacity=1, starts_together=False, start_s=10.0)
+    schedule = Schedule(bench)
+    one, two = space().shapes[:2]
+    schedule.learn([one], Measured({}, started=2, start_s=20.0, plain_answer_s=1.0))
+    assert schedule.fits([one, two], 4, 1.0)  # 4 starts of 10 s, and 4 servers asked for 12 s each
+    bench.clock += 1
+    assert not schedule.fits([one, two], 4, 1.0)
+
+
+def minutes(sentence: str) -> int:
+    return int(re.search(r"--minutes (\d+)", sentence)[1])
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("capacity", [1, 2, 3, 5])
+@pytest.mark.parametrize("start_s", [10.0, 100.0])
+def test_the_minutes_that_a_search_is_told_to_need_compare_all(together, capacity, start_s):
+    over = space(num_steps=4, num_draft_tokens=5)
+    short = Search(over, Bench(30, capacity, together, start_s))
+    short.run()
+    if short.shortage:
+        enough = Search(over, Bench(60 * minutes(short.shortage), capacity, together, start_s))
+        enough.run()
+        assert (enough.has_compared, enough.shortage) == (True, "")
+        assert {enough.trials[candidate].last.rung for candidate in over.rows.values()} != {0}
+
+
+def test_a_search_that_no_server_answered_is_told_what_it_needs_at_least():
+    class NeverUp(Bench):
+        def measure(self, batch, questions, rung, standing):
+            self.clock += 33
+            return Measured({}, is_cut=True)
+
+    search = Search(space(), NeverUp(30, starts_together=False))
+    search.run()
+    assert "within 33 s no server was up and warm; at least --minutes 2 is needed" in search.shortage
+    assert search.shortage.startswith("0.5 minutes are too short to measure 3/1/4, 5/4/8 (automatic), ")
+
+
+def test_an_answer_that_the_plain_server_was_warmed_up_with_tells_what_would_do():
+    class NoWholeRepeat(Bench):
+        def measure(self, batch, questions, rung, standing):
+            self.clock += 60
+            return Measured({}, started=2, start_s=40.0, plain_answer_s=4.0, is_cut=True)
+
+    search = Search(space(), NoWholeRepeat(60, starts_together=False))
+    search.run()
+    assert "2 servers took 40 s to start, and an answer took 4 s" in search.shortage
+    assert minutes(search.shortage) > 60 / 60
