@@ -75,7 +75,8 @@ def plot_survival(report: dict, folder: Path = PLOTS) -> Plot:
         )
         if longest * len(drafts) <= _MOST_LABELLED:
             axes.bar_label(bars, fmt="%.0f %%", padding=3, color=INK, fontsize=10 if len(drafts) < 3 else 9)
-    axes.set(ylim=(0, 108), xlabel="draft position i", xticks=range(1, longest + 1))
+    highest = 100 if len(drafts) == 1 else 100 * max(map(max, drafts.values()))
+    axes.set(ylim=(0, 1.1 * highest), xlabel="draft position i", xticks=range(1, longest + 1))
     if longest * len(drafts) <= _MOST_LABELLED:
         axes.yaxis.set_visible(False)
         axes.spines["left"].set_visible(False)

@@ -7,8 +7,9 @@ from tasks.common.console import console
 # A log or a chat message shows lines of this many columns without breaking them.
 _WIDTH = 100
 _WORDS = (
-    "AL: acceptance length, and what it needs to reach for the draft to pay. tok/s: all requests together over all repeats, prefill "
-    "included, with the draft and on the plain server; their ratio is the speed-up. ms: between two tokens, the median, likewise."
+    "AL: acceptance length; needs: that from which on the draft pays, the break-even. tok/s and plain: with the draft and on the plain "
+    "server, all requests together over all repeats, prefill included; their ratio is the speed-up. ms | plain: median time between two "
+    "tokens."
 )
 
 

@@ -190,7 +190,6 @@ def _settings(report: dict[str, Any], params: Params) -> pd.DataFrame:
     asked, measured = params.benchmark, report["settings"]
     others = {cell["draft"] for cell in report["cells"]} - {OURS}
     expected = {
-        "target": params.target.model,
         "steps": params.serve.num_steps,
         "topk": params.serve.eagle_topk,
         "draft_tokens": params.serve.num_draft_tokens,

@@ -94,7 +94,48 @@ def test_every_cell_is_a_row_of_its_drafts_table(page):
     whole = page(report)
     assert len(re.findall('<table class="cells">', whole)) == 2
     assert len(re.findall(r'<td class="number">\d+</td>\n<td class="number"><span', whole)) == len(report["cells"])
-    assert text(whole).index("This draft artifacts/export") < text(whole).index("theirs drafts/theirs")
+    assert text(whole).index("This draft artifacts/export") < text(whole).index("Draft theirs drafts/theirs")
+
+
+def test_beside_other_drafts_every_heading_says_that_it_speaks_of_ours(page):
+    said = text(page(planted_report(drafts=("theirs",))))
+    for heading in ("1.53 times as fast with this draft", "This draft: acceptance length 2.32 of at most 4"):
+        assert heading in said
+    assert "This draft: " not in text(page(planted_report()))
+
+
+def test_the_page_says_when_and_where_it_was_measured_before_any_figure(page):
+    said = text(page(planted_report()))
+    assert said.index("Measured 2026-11-30 20:16 UTC on NVIDIA H200, 16 cores, with SGLang 0.5.23") < said.index(
+        "speed-up"
+    )
+
+
+def test_speeds_are_those_whose_ratio_the_speed_up_is(page):
+    report = planted_report(concurrency=(1,), sets=("heldout",), temperatures=(0.0,))
+    row = rows(page(report))[0]
+    drafted, plain = 1e3 * 2.3992 / 2.35, 1e3 / 1.55
+    assert f">{drafted:,.0f} (" in row and f"<small>{plain:,.0f} (" in row
+    assert f">{drafted / plain:.2f}</span>" in row
+
+
+def test_commands_in_advice_are_set_as_code(page):
+    whole = page(planted_report() | {"advice": ["Tune: `python -m tasks.tune_server` <does>."]})
+    assert "Tune: <code>python -m tasks.tune_server</code> &lt;does&gt;." in whole
+
+
+def test_acceptance_by_context_says_that_it_pools_the_loads(page):
+    assert "all numbers of requests at once and all repeats together" in text(page(planted_report()))
+
+
+def test_settings_without_effect_are_left_out(page):
+    report = planted_report()
+    assert "cuda graph yes" in text(page(report))
+    report["settings"] |= {"device": "cpu"}
+    both = {"attention_backend": "torch_native", "decode_attention_backend": "a", "prefill_attention_backend": "b"}
+    report["settings"]["conditions"] |= both
+    said = text(page(report))
+    assert "cuda graph" not in said and "torch_native" not in said and "decode attention backend a" in said
 
 
 def test_what_breaks_even_is_marked_reached_or_short_also_without_colour(page):

@@ -48,7 +48,7 @@ def test_it_can_be_drawn_shown_and_logged(tmp_path, monkeypatch, capsys):
     report = summarised()
     plots = plot_all(report, tmp_path)
     assert len(plots) == 5
-    assert "2.00 times as fast with the draft" in render(report, plots)
+    assert "2.00 times as fast with this draft" in render(report, plots)
     show(report)
     assert "2.00 (2.00-2.00)" in capsys.readouterr().out
     monkeypatch.chdir(tmp_path)

@@ -32,7 +32,15 @@ def test_every_cell_is_a_line_with_what_it_needs_beside_what_it_has(said):
     report = planted_report(concurrency=(1, 64), drafts=("theirs",))
     lines = [" ".join(line.split()) for line in said(report)]
     assert "all sets 64 0 2.32 2.73 13,257 15,610 0.85 (0.81-0.89) 4.83 | 4.10" in lines
-    assert sum(" | " in line for line in lines) == len(report["cells"]) + 2  # the headings of two tables
+    assert sum(" | " in line for line in lines) == len(report["cells"]) + 3  # the headings of two tables, and the words
+    assert "Draft theirs" in lines
+    assert any(line.startswith("AL: acceptance length; needs: that from which on the draft pays") for line in lines)
+
+
+def test_one_prompt_is_one_prompt(said):
+    report = planted_report()
+    report["by_domain"][0]["prompts"] = 1
+    assert any(line.endswith(", 1 prompt") for line in map(str.rstrip, said(report)))
 
 
 def test_advice_comes_last(said):

@@ -1,5 +1,6 @@
 """The report of a benchmark, from planted passes."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -79,11 +80,47 @@ def test_above_one_request_at_a_time_both_servers_speeds_are_those_of_all_users(
 
 
 def test_advice_is_given_for_each_concurrency_and_says_nothing_twice():
-    first, second = report(both(load(2)) + both(load(2, concurrency=4)), concurrency=(1, 4))["advice"]
+    first, second, of_both = report(both(load(2)) + both(load(2, concurrency=4)), concurrency=(1, 4))["advice"]
     assert first.startswith("1 request at a time: You need 1.25, you have 2.50: the draft pays, decoding is 2.00 times")
-    assert "was not measured" in first
     assert second.startswith("4 requests at once: You need")
-    assert "was not measured" not in second
+    assert "was not measured" not in first + second
+    assert of_both.startswith("1 and 4 requests at once: Whether fewer draft steps would pay more is not known")
+
+
+def test_what_holds_of_one_concurrency_alone_stands_behind_its_verdict():
+    passes = both(load(2)) + both(load(2, concurrency=4), drafted=completion(10, 1.0, (3, 0, 0, 1)))
+    passes = [one for one in passes if one.load.concurrency == 1]
+    (only,) = report(passes, concurrency=(1,))["advice"]
+    assert only.startswith("1 request at a time: You need 1.25") and "was not measured" in only
+
+
+def test_advice_says_what_the_speed_up_counts_beside_decoding():
+    slow_prefill = completion(10, 1.5, (2, 0, 0, 2), pieces=((0.6, 1), (1.5, 10)))
+    plain = completion(10, 2.4, pieces=((0.6, 1), (2.4, 10)))
+    found = report(both(load(1), plain, slow_prefill), concurrency=(1,))
+    assert found["speedup"] == 1.6
+    assert "decoding is 2.22 times as fast. Prefill included it is 1.60 times." in found["advice"][0]
+
+
+def test_the_speed_up_is_the_ratio_of_the_speeds_beside_it_also_where_a_repeat_was_slow():
+    of = load(1)
+    passes = [
+        made(arm, of, [completion(10, seconds, (2, 0, 0, 2) if arm == "speculative" else ())], repeat)
+        for arm, times in (("baseline", (2.0, 2.0, 2.0)), ("speculative", (1.0, 1.0, 4.0)))
+        for repeat, seconds in enumerate(times)
+    ]
+    found = report(passes)
+    drafted, plain = (found["cells"][0][name] for name in ("tokens_per_s", "baseline_tokens_per_s"))
+    assert (drafted["pooled"], drafted["median"]) == (5.0, 10.0)
+    assert found["speculative"]["tokens_per_s"] == drafted["pooled"]
+    assert found["speedup"] == found["cells"][0]["speedup"] == drafted["pooled"] / plain["pooled"] == 1.0
+
+
+def test_a_report_says_when_and_on_what_it_was_measured_and_how_many_prompts_were_asked_for():
+    settings = report(both(load(2)), num_prompts=5)["settings"]
+    assert (settings["num_prompts"], settings["prompts"]) == (5, 2)
+    assert re.fullmatch(r".+, \d+ cores?", settings["machine"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", settings["measured"])
 
 
 def test_other_sets_than_the_held_out_prompts_were_not_predicted():

@@ -25,7 +25,7 @@ def test_a_sound_benchmark_passes(write, judge):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"speedup": 2.7}, "The speed-up is not above the acceptance length"),
+        ({"speedup": 2.7}, "Speed-up / acceptance length is at most 1.05"),
         ({"predicted_accept_length": 1.9}, "Served acceptance length is within 25% of the prediction"),
         ({"survival": [0.5, 0.7, 0.3]}, "Survival never rises with the position"),
         ({"survival": [0.7, 0.5, 0.2]}, "Survival over the positions sums to acceptance length - 1"),
@@ -35,6 +35,25 @@ def test_a_sound_benchmark_passes(write, judge):
 def test_a_figure_that_cannot_be_is_named(write, judge, changes, sentence):
     write(**changes)
     assert sentence in judge("benchmark").outcome("failed")
+
+
+def test_a_ratio_is_found_with_the_figures_that_it_is_of(write, judge):
+    write(predicted_accept_length=2.156093489148581)
+    verdict = judge("benchmark")
+    assert verdict.findings["Speed-up / acceptance length is at most 1.05"]["observed"] == "0.6 = 1.5 / 2.5"
+    prediction = verdict.findings["Served acceptance length is within 10% of the prediction"]
+    assert prediction["observed"] == "0.1595 = |2.5 / 2.156 - 1|"
+    assert "2.1560" not in verdict.page.replace("2.1561", "")
+
+
+def test_a_warning_says_in_the_terminal_what_was_expected_and_found(write, judge, capsys):
+    write(predicted_accept_length=2.2)
+    judge("benchmark")
+    said = " ".join(capsys.readouterr().out.split())
+    assert (
+        "warning, not met: Served acceptance length is within 10% of the prediction: expected ≤ 0.1, "
+        "found 0.1364 = |2.5 / 2.2 - 1| (all prompts)"
+    ) in said
 
 
 def test_acceptance_below_the_limit_fails(write, judge):
@@ -143,6 +162,7 @@ def test_a_bucket_of_few_rounds_or_without_anything_to_lose_is_not_judged(write,
 def test_figures_measured_with_other_settings_fail_and_each_is_named(write, judge):
     write()
     other = {
+        "num_prompts": 5,
         "max_new_tokens": 128,
         "repeats": 5,
         "concurrency": (1, 2),
