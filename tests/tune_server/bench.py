@@ -1,6 +1,11 @@
 """A bench without servers: speeds come of a given law, and time passes as a clock of its own says."""
 
+import math
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from statistics import fmean, stdev
 
 from tasks.tune_server.bench import Measured
 from tasks.tune_server.candidates import PLAIN, Candidate, Shape
@@ -93,4 +98,50 @@ class Bench:
             (1 + sum(survived)) / speed if shape else None,
             PLAIN_STEP_S,
             self._answer_s(candidate),
+        )
+
+
+class Noisy(Bench):
+    """Repeats vary by a normal law of 1.5 %."""
+
+    def __init__(self, seed: int, **law):
+        super().__init__(3000, capacity=8, **law)
+        self._random = random.Random(seed)
+
+    def _result(self, candidate, questions, rung):
+        found, speed = super()._result(candidate, questions, rung), self.speedup(candidate)
+        return replace(found, ratios=tuple(speed * self._random.gauss(1, 0.015) for _ in range(3)))
+
+
+class Questions(Bench):
+    """Each question has a chance of its own that a token survives; the first few of them are not like all."""
+
+    def __init__(self, seed: int):
+        super().__init__(3000)
+        draws = random.Random(seed)
+        self._ratios = [min(0.95, max(0.02, draws.gauss(0.4, 0.2))) for _ in range(300)]
+
+    def _survivals(self, shape: Shape, questions: int) -> list[tuple[float, ...]]:
+        return [survival(shape, ratio) for ratio in self._ratios[:questions]]
+
+    def speedup(self, candidate: Candidate) -> float:
+        return self._over(candidate, len(self._ratios))
+
+    @cache  # noqa: B019
+    def _over(self, candidate: Candidate, questions: int) -> float:
+        if candidate.shape is None:
+            return 1.0
+        survived = self._survivals(candidate.shape, questions)
+        return (1 + fmean(map(sum, survived))) * PLAIN_STEP_S / round_s(candidate.shape)
+
+    def _result(self, candidate, questions, rung):
+        survived, speed = self._survivals(candidate.shape, questions), self._over(candidate, questions)
+        lengths = [1 + sum(of_question) for of_question in survived]
+        return replace(
+            super()._result(candidate, questions, rung),
+            ratios=(speed * 0.99, speed, speed * 1.01),
+            accept_length=fmean(lengths),
+            survival=tuple(map(fmean, zip(*survived, strict=True))),
+            accept_error=stdev(lengths) / math.sqrt(len(lengths)) / fmean(lengths),
+            break_even=round_s(candidate.shape) / PLAIN_STEP_S,
         )
