@@ -85,7 +85,8 @@ class Comparison:
         """The acceptance length at which speculation costs as much as it saves: time of a round over time of a plain token.
 
         Of streamed answers from their first piece on: prefill is the same with and without a draft, and would draw the figure
-        towards the acceptance length reached. Where every answer came in one piece, all of the waiting.
+        towards the acceptance length reached. The prefills of requests that join while an answer is written are in both times, and
+        do draw it there; whether the draft pays they leave as it is. Where every answer came in one piece, all of the waiting.
         """
         rounds, seconds = _decoding(self.drafted, lambda answer: answer.verify_rounds)
         tokens, plain_seconds = _decoding(self.baseline, lambda answer: len(answer.output_ids) - 1)

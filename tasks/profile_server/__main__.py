@@ -1,7 +1,7 @@
 """Where the time of a draft-plus-verify round goes, and how long it and a plain step are, by requests at once.
 
     python -m tasks.profile_server                        # 1, 4 and 16 requests, as far as serve.max_running_requests goes
-    python -m tasks.profile_server --requests 1 4 16 64   # -> reports/profile.json, traces in logs/traces
+    python -m tasks.profile_server --requests 1 4 8       # -> reports/profile.json, traces in logs/traces
 
 Starts the plain server, then the speculative one, as params.yaml has them. Each decodes so many held-out prompts at once: first
 without the profiler, for the length of a step; then it traces some steps itself, which are taken apart. The acceptance length
@@ -25,7 +25,7 @@ _DEFAULT = (1, 4, 16)
 
 
 def main(requests: list[int] | None) -> None:
-    from tasks.profile_server.profile import profile, report
+    from tasks.profile_server.profile import TRACES, profile, report
     from tasks.profile_server.show import show
 
     params = load_params()
@@ -36,6 +36,7 @@ def main(requests: list[int] | None) -> None:
     found = report(baseline, speculative, params)
     write_json(REPORT, found)
     show(found)
+    print(f"{REPORT}: the same for programs; {TRACES}: the traces, for https://ui.perfetto.dev")
 
 
 def _requests(asked: list[int] | None, params: Params) -> list[int]:
@@ -63,7 +64,13 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--requests", type=int, nargs="+", metavar="N", help="that decode at once (1 4 16)")
+    parser.add_argument(
+        "--requests",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="that decode at once (1 4 16, as far as serve.max_running_requests goes)",
+    )
     return parser
 
 

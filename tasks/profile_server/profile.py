@@ -23,7 +23,7 @@ class Profile:
 
     Attributes:
         step_ms: a plain step or a round, without the profiler.
-        traced: the same, slower, under the profiler, by part.
+        traced: the same under the profiler, by part.
     """
 
     requests: int
@@ -94,8 +94,8 @@ def _row(plain: Profile, drafted: Profile, params: Params) -> dict:
 
 
 def _taken(profile: Profile) -> dict:
-    """A step by part. Shares of the host are of the traced step, which the profiler makes longer; those of the GPU, whose
-    kernels it leaves as they are, of the step without it."""
+    """A step by part. Shares of the host are of the traced step, since its times are those under the profiler; those of the GPU,
+    whose kernels it leaves as they are, of the step without it."""
     traced = profile.traced
     row = {
         "trace": str(profile.trace),

@@ -12,8 +12,9 @@ def show(report: dict) -> None:
     terminal.print(_by_part("A draft-plus-verify round, traced", [row["round"] for row in rows], rows))
     terminal.print(
         f"SGLang {settings['version']}, {settings['device']}, {settings['dtype']}, steps {settings['steps']}, top-k "
-        f"{settings['topk']}, draft tokens {settings['draft_tokens']}. The profiler slows the host, so a traced step is longer "
-        f"than a step is; GPU times are those of kernels.",
+        f"{settings['topk']}, draft tokens {settings['draft_tokens']}. Under the profiler a plain step took "
+        f"{_times_as_long(rows, 'plain_step')} times as long as without it, a round {_times_as_long(rows, 'round')}"
+        f"{'; GPU times are those of kernels' if _on_gpu(rows) else ''}.",
         markup=False,
         soft_wrap=True,
     )
@@ -21,19 +22,28 @@ def show(report: dict) -> None:
 
 def _step_times(rows: list[dict]):
     table = _table("Step times, without the profiler", rows)
-    on_gpu = "gpu_idle_ms" in rows[0]["round"]
     table.add_row("plain step, ms", *(f"{row['plain_step_ms']:.2f}" for row in rows))
     table.add_row("round, ms", *(f"{row['round_ms']:.2f}" for row in rows))
     table.add_row("break-even acceptance length", *(f"{row['break_even_accept_length']:.2f}" for row in rows))
-    if on_gpu:
+    if _on_gpu(rows):
         for name, kind in (("plain step", "plain_step"), ("round", "round")):
             idle = (f"{row[kind]['gpu_idle_ms']:.2f}  {row[kind]['gpu_idle_share']:.0%}" for row in rows)
             table.add_row(f"GPU idle in a {name}, ms", *idle)
     return table
 
 
+def _on_gpu(rows: list[dict]) -> bool:
+    return "gpu_idle_ms" in rows[0]["round"]
+
+
+def _times_as_long(rows: list[dict], kind: str) -> str:
+    """Of each number of requests; below 1 is noise between two measurements."""
+    untraced = {"plain_step": "plain_step_ms", "round": "round_ms"}[kind]
+    return ", ".join(f"{row[kind]['traced_ms'] / row[untraced]:.2f}" for row in rows)
+
+
 def _by_part(title: str, taken: list[dict], rows: list[dict]):
-    on_gpu = "gpu_busy_ms" in taken[0]
+    on_gpu = _on_gpu(rows)
     table = _table(f"{title}: {'host ms, share of it | GPU ms' if on_gpu else 'host ms, share of it'}", rows)
 
     def cell(host: float, share: float, gpu: float | None) -> str:

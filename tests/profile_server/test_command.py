@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,8 +20,9 @@ from tasks.common.server_plan import baseline_plan, flag
 from tasks.common.server_session import port_is_free
 from tasks.common.target import TARGET, target_contract
 from tasks.prepare_target.prepare import prepare_target
-from tasks.profile_server.__main__ import _requests
+from tasks.profile_server.__main__ import REPORT, _requests
 from tasks.profile_server.decoding import ProfiledServer, _tokens_that_last, step_ms
+from tasks.profile_server.profile import TRACES
 from tests.ports import free_port_pair
 from tests.random_draft import VOCAB, write_random_draft
 
@@ -34,6 +36,14 @@ def params_with(most: int) -> Params:
 def test_by_default_no_more_requests_than_a_server_runs_at_once():
     assert _requests(None, params_with(8)) == [1, 4]
     assert _requests(None, params_with(16)) == [1, 4, 16]
+
+
+def test_the_command_of_the_documentation_runs_on_the_default_parameters():
+    command = re.search(
+        r"tasks.profile_server --requests ([\d ]+)", (ROOT / "infra" / "docs" / "profile.md").read_text()
+    )
+    asked = [int(count) for count in command[1].split()]
+    assert _requests(asked, Params()) == asked
 
 
 def test_more_requests_than_a_server_runs_at_once_are_refused_with_the_fix():
@@ -83,6 +93,7 @@ def test_both_servers_are_timed_and_taken_apart(served):
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert "break-even acceptance length" in done.stdout
+    assert f"{REPORT}: the same for programs; {TRACES}: the traces" in done.stdout
     rows = read_json(Path("reports/profile.json"))["by_requests"]
     assert [row["requests"] for row in rows] == [1, 2]
     for row in rows:

@@ -43,3 +43,16 @@ def test_the_tables_say_what_was_measured_under_the_profiler(found, capsys):
     assert "Step times, without the profiler" in text
     assert "A draft-plus-verify round, traced" in text
     assert "target verify" in text and "1.338" in text
+
+
+def test_what_the_profiler_costs_is_what_was_measured_and_kernels_are_the_gpus(found, capsys):
+    row = found["by_requests"][0]
+    row["plain_step"]["traced_ms"], row["round"]["traced_ms"] = 0.96 * PLAIN_MS, 1.07 * ROUND_MS
+    show(found)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Under the profiler a plain step took 0.96 times as long as without it, a round 1.07; GPU times" in text
+    for kind in ("plain_step", "round"):
+        for name in ("gpu_busy_ms", "gpu_idle_traced_ms", "gpu_idle_ms", "gpu_idle_share"):
+            del row[kind][name]
+    show(found)
+    assert "GPU times" not in capsys.readouterr().out
