@@ -36,7 +36,7 @@ class Search:
         best: the fastest that params.yaml would take; None where none was measured.
         ended: a sentence on how the search came to its end.
         is_complete: whether it ran until its budget or its questions ended.
-        shortage: a sentence on the servers to compare with that there was no time for, and on how much would do; else empty.
+        shortage: a sentence on the first servers that there was no time for, and on how much would do; empty where there was.
     """
 
     def __init__(self, space: Space, bench: Bench, say: Callable[[str], object] = lambda sentence: None):
@@ -193,9 +193,7 @@ class Search:
     def _shortage(self) -> str:
         known = {candidate for candidate, trial in self.trials.items() if trial.last or trial.failed}
         missing = [candidate for candidate in self._first() if candidate not in known]
-        if not set(missing) & set(self.space.required):
-            return ""
-        return self._schedule.shortage(missing, self.space.required)
+        return self._schedule.shortage(missing, self.space.required) if missing else ""
 
     # --- order
 

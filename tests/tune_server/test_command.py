@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -169,6 +170,17 @@ def started(minutes: float) -> subprocess.Popen:
 
 
 @pytest.mark.faults
+def test_a_real_search_that_no_server_is_up_in_time_for_fails_and_leaves_earlier_reports(served):
+    short, reports = started(0.1), earlier_reports()
+    said, log = short.communicate()
+    assert short.returncode == 1, log
+    assert re.search(r"no server was up and warm; at least --minutes \d+ is needed", log), log
+    assert "The best" not in said
+    assert tuple(path.read_text() for path in reports) == EARLIER
+    assert not list(Path("logs").glob("server-*.json"))
+
+
+@pytest.mark.faults
 def test_a_search_on_real_servers_after_one_that_was_killed(served):
     killed = started(10)
     while not list(Path("logs").glob("server-speculative-*.json")):
@@ -176,13 +188,6 @@ def test_a_search_on_real_servers_after_one_that_was_killed(served):
         time.sleep(0.1)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-
-    short, reports = started(0.1), earlier_reports()
-    said, log = short.communicate()
-    assert short.returncode == 1, log
-    assert "no server was up and warm; at least --minutes 1 is needed" in log
-    assert "The best" not in said
-    assert tuple(path.read_text() for path in reports) == EARLIER
 
     found = started(4)
     said, log = found.communicate()

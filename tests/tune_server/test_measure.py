@@ -145,6 +145,26 @@ def test_all_that_is_asked_is_counted_aloud(capsys, concurrency):
     assert f"rung 5: {answers}/{answers} answer" in capsys.readouterr().err
 
 
+class FewAnswers(Budget):
+    """Spent after so many answers."""
+
+    def __init__(self, answers: int):
+        super().__init__(60)
+        self._left = answers
+
+    def require(self, *_: object) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise OutOfBudget
+
+
+def test_where_no_pass_was_ended_the_warm_up_tells_what_an_answer_takes():
+    params = Params.model_validate({"benchmark": {"warmup_prompts": 1}})
+    measured = ServerBench(params, 1, LOAD.questions, FewAnswers(5), TwoServers()).measure([DRAFTED], 2, 0, [])
+    assert (measured.results, measured.started, measured.is_cut) == ({}, 2, True)
+    assert measured.plain_answer_s > 0
+
+
 class FreshHost:
     """Servers that are asked for, in groups; the second group is not up in time."""
 

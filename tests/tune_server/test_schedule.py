@@ -29,6 +29,16 @@ def test_where_none_stays_each_candidate_starts_a_plain_server_of_its_own():
     assert not schedule.fits([one, two], 4, 1.0)
 
 
+def test_a_candidate_that_is_slower_than_the_plain_server_takes_its_own_time():
+    bench = Bench(100, ratio=0.05)
+    schedule, (deep, *_) = Schedule(bench), space().shapes
+    schedule.learn([deep], bench.measure([deep], 4, 0, []))
+    bench.clock = 100 - 3 * 4 * 2 * 0.1  # what the two would take as fast as the plain server
+    assert not schedule.fits([deep], 4, 1.0)
+    bench.clock -= 3 * 4 * 0.2
+    assert schedule.fits([deep], 4, 1.0)
+
+
 def minutes(sentence: str) -> int:
     return int(re.search(r"--minutes (\d+)", sentence)[1])
 
