@@ -102,11 +102,15 @@ def save(figure, axes, path: Path, title: str, about: str) -> Plot:
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    axes.set_title(title, loc="left", weight="bold", fontsize=12.5, pad=28)
+    heading = axes.set_title(title, loc="left", weight="bold", fontsize=12.5, pad=28)
     above = axes.annotate(
         about, (0, 1), xytext=(0, 11), xycoords="axes fraction", textcoords="offset points", color=_SOFT
     )
     above.set_in_layout(False)  # the title keeps the room; a long line must not make the axes narrow
+    figure.draw_without_rendering()
+    for text in (heading, above):
+        room = (figure.bbox.width - text.get_window_extent().x0) / text.get_window_extent().width
+        text.set_fontsize(text.get_fontsize() * min(1, 0.94 * room))  # letters do not grow quite evenly
     # No version and no date in the files: the same numbers give the same bytes.
     figure.savefig(path, dpi=160, metadata={"Software": None})
     axes.set_title("", loc="left")

@@ -70,6 +70,13 @@ def test_another_draft_is_in_every_comparison_by_its_name(tmp_path):
     assert [row["position"] for row in theirs] == ["1", "2", "3", "4", "5"]  # it drafts two tokens more
 
 
+def test_no_title_runs_out_of_its_picture(tmp_path):
+    from matplotlib.image import imread
+
+    for plot in plot_all(planted_report(concurrency=(1, 64), drafts=("a-draft-with-a-long-name",)), tmp_path):
+        assert (imread(plot.png)[:, -3:, :3] == 1).all(), plot.title
+
+
 def test_survival_comes_with_the_share_accepted_of_those_reached(tmp_path):
     report = planted_report()
     report["speculative"]["survival"] = [0.5, 0.2, 0.0]
