@@ -127,6 +127,22 @@ def test_a_record_of_another_target_is_found_before_any_hash_of_this_one_is_know
     assert "H7 record: num_layers: 30 in" in problem and "target_sha256" not in problem
 
 
+def test_of_a_draft_on_the_hub_the_config_is_enough(asking, theirs, monkeypatch, tmp_path):
+    """A hub's cache as a fetch of the config alone leaves it."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    cached, commit = tmp_path / "cache" / "models--somebody--draft", "1" * 40
+    (cached / "refs").mkdir(parents=True)
+    (cached / "refs" / "main").write_text(commit)
+    snapshot = cached / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    params = asking(drafts={"other": "somebody/draft"})
+    assert "config.json: not there. Expected: the hub id of an EAGLE-3 draft" in look(params).drafts["other"].problem
+    (theirs() / "config.json").rename(snapshot / "config.json")
+    assert look(params).drafts["other"].found == "somebody/draft on the hub, its config alone"
+
+
 def test_this_runs_own_export_is_not_there_yet_and_no_error(asking):
     assert check_drafts(look(asking(drafts={"again": "artifacts/export"}))).verdict == "ok"
 

@@ -27,6 +27,6 @@ def _check(want: Expectation, asked: Asked, named: dict[str, Named], none: str) 
         return want.error(asked.error, "Repair what the error names; without sets and drafts this check is left out.")
     if not named:
         return want.not_applicable(none)
-    if problems := [one.problem for one in named.values() if one.problem]:
+    if problems := [one.problem.replace("\n", "\n  ") for one in named.values() if one.problem]:
         return want.error("\n".join(problems), "Correct the file, or its path in params.yaml.")
     return want.ok("; ".join(f"{name}: {one.found}" for name, one in named.items()))
