@@ -74,7 +74,7 @@ def run_and_report(search: "Search", params: Params, minutes: float, concurrency
 
 
 def _nothing_found(search: "Search") -> str:
-    why = search.shortage or "Every server to compare with was dropped: see above why."
+    why = search.shortage or f"Every other server that {PARAMS} would take was dropped: see above why."
     kept = f"; {REPORT} is still an earlier search's" if REPORT.exists() else ""
     return f"{why}\nNothing was compared, so nothing was written{kept}."
 

@@ -70,7 +70,7 @@ def verdict(search: Search) -> str:
     if not search.has_compared:
         return (
             f"{best.candidate.name}, the current parameters: {best.last.speedup:.2f} times the plain server "
-            f"({_spread(best.last)}). Nothing else was measured."
+            f"({_spread(best.last)}). Nothing else that {PARAMS} would take was measured."
         )
     said = [f"{best.candidate.name}: {best.last.speedup:.2f} times the plain server ({_spread(best.last)})."]
     if best.last.speedup <= 1:

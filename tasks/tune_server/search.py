@@ -75,8 +75,8 @@ class Search:
 
     @property
     def has_compared(self) -> bool:
-        """Whether there is a best, and more than the current parameters was measured, which alone are the best of nothing."""
-        measured = {candidate for candidate, trial in self.trials.items() if trial.last}
+        """Whether there is a best, and more that may be chosen was measured than the current parameters, alone the best of nothing."""
+        measured = {c for c, trial in self.trials.items() if trial.last and self._may_be_chosen(c)}
         return self.best is not None and bool(measured - {self.space.rows[CURRENT]})
 
     @property

@@ -113,7 +113,10 @@ def test_a_search_that_ends_early_reports_what_was_measured_and_still_fails(tmp_
     ("law", "why"),
     [
         ({"budget_s": 24, "start_s": 10.0}, "0.4 minutes are too short to measure 5/4/8 (automatic), 2/1/3: "),
-        ({"broken": lambda candidate: True}, "Every server to compare with was dropped: see above why."),
+        (
+            {"broken": lambda candidate: True},
+            "Every other server that params.yaml would take was dropped: see above why.",
+        ),
     ],
 )
 def test_a_search_that_compared_nothing_leaves_the_reports_of_an_earlier_one(tmp_path, monkeypatch, law, why):

@@ -134,7 +134,7 @@ def test_the_current_parameters_alone_are_the_best_of_nothing(short, capsys):
     found = reported(short)
     assert found["best"] is None
     assert found["verdict"].startswith("4/1/5, the current parameters: ")
-    assert found["verdict"].endswith("Nothing else was measured.")
+    assert found["verdict"].endswith("Nothing else that params.yaml would take was measured.")
     rows = {row["row"]: row["result"] for row in found["comparison"]}
     assert {name for name, result in rows.items() if result is None} == {"automatic", "5/4/8", "3/1/4"}
     assert "current" in rows
