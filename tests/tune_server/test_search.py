@@ -236,6 +236,7 @@ def test_servers_that_all_die_after_a_while_end_the_search(batches):
     found = searched(bench, space())
     assert found.ended.startswith("Done")
     assert found.best is None or not found.best.failed
+    assert not found.has_compared or found.best
 
 
 def test_where_every_server_fails_there_is_no_best():
