@@ -122,9 +122,9 @@ def _by_concurrency(report: dict[str, Any]) -> list[Point]:
         draft, of_set, at = cell["draft"], cell["set"], cell["concurrency"]
         prefix = "" if draft == _OWN else f"{draft}/"
         points.append(Point(f"{prefix}speedup/{of_set}", cell["speedup"], at))
-        points.append(Point(f"tokens_per_s/{of_set}/{draft}", cell["tokens_per_s"]["median"], at))
+        points.append(Point(f"tokens_per_s/{of_set}/{draft}", cell["tokens_per_s"]["pooled"], at))
         if draft == _OWN:
-            points.append(Point(f"tokens_per_s/{of_set}/baseline", cell["baseline_tokens_per_s"]["median"], at))
+            points.append(Point(f"tokens_per_s/{of_set}/baseline", cell["baseline_tokens_per_s"]["pooled"], at))
     return points
 
 

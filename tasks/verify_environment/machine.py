@@ -3,10 +3,9 @@
 import os
 import platform
 import subprocess
-from contextlib import suppress
-from pathlib import Path
 
 from tasks.common import gpu
+from tasks.common.machine import cores, processor
 from tasks.common.memory import available_memory
 from tasks.verify_environment.facts import Gpu, GpuProcess, Gpus
 
@@ -15,8 +14,8 @@ def machine_facts() -> dict:
     """What a reader of the report asks first."""
     return {
         "platform": platform.platform(),
-        "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processor": processor(),
+        "cores": cores(),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "memory_available_bytes": available_memory(),
     }
@@ -48,11 +47,3 @@ def find_gpus() -> Gpus:
             if uuid in index and pid.isdigit()
         ),
     )
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()

@@ -49,8 +49,8 @@ def cell(draft: str, concurrency: int, speedup: float, temperature: float = 0.0)
         "accept_length": 2.5,
         "survival": [0.8, 0.5, 0.2],
         "speedup": speedup,
-        "tokens_per_s": {"median": 10 * concurrency * speedup},
-        "baseline_tokens_per_s": {"median": 10 * concurrency},
+        "tokens_per_s": {"pooled": 10 * concurrency * speedup},
+        "baseline_tokens_per_s": {"pooled": 10 * concurrency},
     }
 
 
