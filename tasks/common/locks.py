@@ -41,6 +41,11 @@ def locks_alone(file: int) -> bool:
     return True
 
 
+def wait_alone(file: int) -> None:
+    """Take the lock as soon as nobody has it."""
+    fcntl.flock(file, fcntl.LOCK_EX)
+
+
 def write(file: int, text: str) -> None:
     os.ftruncate(file, 0)
     os.pwrite(file, text.encode(), 0)

@@ -27,6 +27,7 @@ from tasks.common.server_session import (
     Process,
     ServerRecord,
     boot_id,
+    claiming,
     describe_process,
     kill_session,
     port_is_free,
@@ -85,10 +86,22 @@ class Server(SGLangClient):
         """Start the process; returns at once.
 
         Raises:
-            DraftlineError: somebody listens on the port, or a GPU of the plan is not idle.
+            DraftlineError: another run has the port, somebody listens on it, a GPU of the plan is not idle, or the system
+                does not take the command.
         """
-        for sentence in reap_stale_servers(self._folder):
-            _say(sentence)
+        with claiming(self.plan.port, self._folder):
+            for sentence in reap_stale_servers(self._folder):
+                _say(sentence)
+            self._require_free_port()
+            self._gpus.require_idle()
+            self._launched_at = time.monotonic()
+            with self._open_log() as log, signals_held():
+                self._process = self._start(log)
+                self._write_record()
+                self._gpus.started()
+        self._watch = HangWatch(self.url, self._process.pid, self._patience_s)
+
+    def _require_free_port(self) -> None:
         deadline = time.monotonic() + _PORT_RELEASE_S
         # Of a server that was just killed the kernel closes the socket a little later, when nobody owns it any more.
         while not port_is_free(self.plan.port) and port_owner(self.plan.port) is None and time.monotonic() < deadline:
@@ -99,10 +112,10 @@ class Server(SGLangClient):
                 f"port {self.plan.port} is in use by {owner}. It would answer in place of our server. Stop it, or set "
                 f"serve.port to a free port."
             )
-        self._gpus.require_idle()
-        self._launched_at = time.monotonic()
-        with self._open_log() as log, signals_held():
-            self._process = subprocess.Popen(
+
+    def _start(self, log: BinaryIO) -> subprocess.Popen:
+        try:
+            return subprocess.Popen(
                 self.plan.command(self.weight_version),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -110,9 +123,11 @@ class Server(SGLangClient):
                 env=process_environment(self.plan.environment),
                 start_new_session=True,
             )
-            self._write_record()
-            self._gpus.started()
-        self._watch = HangWatch(self.url, self._process.pid, self._patience_s)
+        except OSError as error:
+            raise DraftlineError(
+                f"the {self.plan.kind} server cannot be started: {error.strerror}. If that is too long, shorten serve.extra_args "
+                f"or serve.environment."
+            ) from None
 
     def _open_log(self) -> BinaryIO:
         try:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_json
+from tasks.common.locks import opened, wait_alone
 
 LOGS = Path("logs")
 _KILL_TIMEOUT_S = 5.0
@@ -67,9 +68,22 @@ class ServerRecord:
 
     @classmethod
     def read(cls, path: Path) -> "ServerRecord":
-        row = read_json(path)
-        processes = tuple(Process(**process) for process in row["processes"])
-        return cls(row["kind"], row["port"], row["boot_id"], Process(**row["owner"]), processes)
+        """
+        Raises:
+            DraftlineError: it is absent or damaged.
+        """
+        try:
+            row = read_json(path)
+            processes = tuple(Process(**process) for process in row["processes"])
+            return cls(row["kind"], row["port"], row["boot_id"], Process(**row["owner"]), processes)
+        except DraftlineError as error:
+            damage = str(error)
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            damage = f"{path}: {type(error).__name__} ({error})."
+        raise DraftlineError(
+            f"{damage} A record of a server is expected. If no run uses this folder and `pgrep -af sglang` shows no server of "
+            f"one, remove the file."
+        )
 
 
 def record_path(kind: str, port: int, folder: Path = LOGS) -> Path:
@@ -117,14 +131,8 @@ def reap_stale_servers(folder: Path = LOGS) -> list[str]:
         DraftlineError: a stale server cannot be killed.
     """
     reaped = []
-    for path in sorted(folder.glob(f"server-*@{glob.escape(socket.gethostname())}.json")):
-        try:
-            record = ServerRecord.read(path)
-        except DraftlineError:
-            if path.exists():
-                raise
-            continue  # another rank was faster
-        if record.boot_id != boot_id() or record.owner.is_alive:  # another boot may be another host of the same name
+    for path, record in _records(folder):
+        if record.owner.is_alive:
             continue
         # While one recorded process lives in the session, the kernel gives its id to nobody else: all of it is ours.
         session = record.processes[0].pid
@@ -137,6 +145,46 @@ def reap_stale_servers(folder: Path = LOGS) -> list[str]:
             )
         path.unlink(missing_ok=True)
     return reaped
+
+
+def ports_of_others(folder: Path = LOGS) -> dict[int, Process]:
+    """Ports of the servers of this host that another living process started, listening or not yet, and that process.
+
+    Raises:
+        DraftlineError: a record is damaged.
+    """
+    owners = {record.port: record.owner for _, record in _records(folder)}
+    return {port: owner for port, owner in owners.items() if owner.is_alive and owner != Process.current()}
+
+
+@contextmanager
+def claiming(port: int, folder: Path) -> Iterator[None]:
+    """Within the block no other run on this host starts a server; after it the record says whose the port is.
+
+    Raises:
+        DraftlineError: a living run has a server on the port, or the folder cannot be written.
+    """
+    with opened(folder / f"servers@{socket.gethostname()}.lock") as lock:
+        wait_alone(lock)
+        if owner := ports_of_others(folder).get(port):
+            raise DraftlineError(
+                f"port {port} is taken by another run that is still going, {describe_process(owner.pid)}. Wait until it has "
+                f"ended, or set serve.port to another."
+            )
+        yield
+
+
+def _records(folder: Path) -> Iterator[tuple[Path, ServerRecord]]:
+    """Of this host since it booted: another boot may be another host of the same name."""
+    for path in sorted(folder.glob(f"server-*@{glob.escape(socket.gethostname())}.json")):
+        try:
+            record = ServerRecord.read(path)
+        except DraftlineError:
+            if path.exists():
+                raise
+            continue  # another rank was faster
+        if record.boot_id == boot_id():
+            yield path, record
 
 
 @contextmanager
@@ -183,7 +231,7 @@ def describe_process(pid: int | None) -> str:
     if pid is None:
         return "a process that this user cannot see"
     words = command_line(pid)
-    line = " ".join(words)
+    line = " ".join(" ".join(words).split())  # a word may hold whole lines
     return f"pid {pid} ({line if len(line) <= 200 else line[:199] + '…'})" if words else f"pid {pid}"
 
 

@@ -10,7 +10,7 @@ from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
 from tasks.common.server import Server
 from tasks.common.server_memory import fit_together
-from tasks.common.server_session import port_is_free
+from tasks.common.server_session import port_is_free, ports_of_others
 from tasks.tune_server.candidates import PLAIN, Candidate, Shape
 
 # More would start too much at once, whatever the memory.
@@ -138,7 +138,7 @@ class Fleet:
             server.stop()
 
     def _free_port(self) -> int:
-        taken = {server.plan.port for server in self.running.values()}
+        taken = {server.plan.port for server in self.running.values()} | ports_of_others().keys()
         ports = range(self._params.serve.port, 65_535)
         return next(port for port in ports if port not in taken and port_is_free(port))
 

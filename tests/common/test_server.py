@@ -16,7 +16,14 @@ from tasks.common.errors import DraftlineError
 from tasks.common.server import Server
 from tasks.common.server_gpus import ServerGpus
 from tasks.common.server_plan import ServerPlan
-from tasks.common.server_session import Process, ServerRecord, reap_stale_servers, record_path, session_processes
+from tasks.common.server_session import (
+    Process,
+    ServerRecord,
+    boot_id,
+    reap_stale_servers,
+    record_path,
+    session_processes,
+)
 from tests.flows.processes import until
 from tests.ports import free_port_pair
 
@@ -97,6 +104,73 @@ def test_a_port_in_use_is_refused_with_its_owner(tmp_path):
         port = other.getsockname()[1]
         with pytest.raises(DraftlineError, match=f"port {port} is in use by pid {os.getpid()} .*python"):
             scripted("", tmp_path, port=port).launch()
+    assert not list(tmp_path.glob("server-*.json"))
+
+
+@pytest.fixture
+def rivals(tmp_path):
+    """Two real runs that start a server on one port at the same moment; nobody listens on it for as long as they live."""
+    run = f"""
+import sys, time
+from pathlib import Path
+from tasks.common.errors import DraftlineError
+from tests.common.test_server import scripted
+folder = Path({str(tmp_path)!r})
+server = scripted("import time; print('first words', flush=True); time.sleep(60)", folder, port={free_port_pair()})
+print("ready", flush=True)
+while not (folder / "go").exists():
+    time.sleep(0.001)
+try:
+    server.launch()
+    print("started", flush=True)
+    sys.stdin.read()
+except DraftlineError as error:
+    print(error, flush=True)
+finally:
+    server.stop()
+"""
+    command = [sys.executable, "-c", run]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": Path(__file__).parents[2]}
+    runs = [subprocess.Popen(command, **pipes) for _ in range(2)]
+    yield runs
+    for one in runs:
+        one.kill()
+        one.communicate()
+    reap_stale_servers(tmp_path)
+
+
+def test_of_two_runs_that_start_on_one_port_one_is_refused_and_leaves_the_other_alone(tmp_path, rivals):
+    assert [one.stdout.readline() for one in rivals] == ["ready\n", "ready\n"]
+    (tmp_path / "go").touch()
+    said = [one.stdout.readline() for one in rivals]
+    assert sum(line == "started\n" for line in said) == 1
+    refused, winner = sorted(range(2), key=lambda number: said[number] == "started\n")
+    assert f"is taken by another run that is still going, pid {rivals[winner].pid} (" in said[refused]
+    assert "Wait until it has ended, or set serve.port to another." in said[refused]
+    rivals[refused].wait()
+    record, log = ServerRecord.read(*tmp_path.glob("server-*.json")), *tmp_path.glob("server-*.log")
+    assert record.owner.pid == rivals[winner].pid
+    until(lambda: log.read_text() == "first words\n")
+    rivals[winner].communicate("")
+    assert not record.processes[0].is_alive
+    assert not list(tmp_path.glob("server-*.json"))
+
+
+def test_a_run_does_not_touch_the_log_of_another_that_has_the_port_under_another_kind(tmp_path):
+    server = scripted("", tmp_path)
+    theirs = ServerRecord("speculative", server.plan.port, boot_id(), Process.of(os.getppid()), (Process.current(),))
+    theirs.write(record_path("speculative", server.plan.port, tmp_path))
+    server.log.write_text("of an earlier run")
+    with pytest.raises(DraftlineError, match=rf"taken by another run .* pid {os.getppid()} "):
+        server.launch()
+    server.stop()
+    assert server.log.read_text() == "of an earlier run"
+    assert len(list(tmp_path.glob("server-*.json"))) == 1
+
+
+def test_a_command_that_the_system_does_not_take_is_refused_in_a_sentence(tmp_path):
+    with pytest.raises(DraftlineError, match=r"cannot be started: Argument list too long\. .*serve\.extra_args"):
+        scripted("#" * 2**18, tmp_path).launch()
     assert not list(tmp_path.glob("server-*.json"))
 
 

@@ -7,11 +7,13 @@ import sys
 
 import pytest
 
+from tasks.common.errors import DraftlineError
 from tasks.common.server_session import (
     Process,
     ServerRecord,
     boot_id,
     kill_session,
+    ports_of_others,
     reap_stale_servers,
     record_path,
     session_processes,
@@ -104,6 +106,35 @@ def test_an_owner_whose_pid_was_given_to_another_process_is_dead(tmp_path, orpha
     this = Process.current()
     plant(tmp_path, session_processes(orphan.pid), owner=Process(this.pid, this.start_ticks - 1))
     assert len(reap_stale_servers(tmp_path)) == 1
+
+
+def test_a_port_belongs_to_a_run_that_lives_whether_its_server_listens_or_not(tmp_path, orphan):
+    plant(tmp_path, session_processes(orphan.pid), owner=Process.of(orphan.pid))
+    assert ports_of_others(tmp_path) == {31202: Process.of(orphan.pid)}
+    plant(tmp_path, session_processes(orphan.pid), owner=Process.current())
+    assert ports_of_others(tmp_path) == {}
+    plant(tmp_path, session_processes(orphan.pid), owner=DEAD)
+    assert ports_of_others(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        "",
+        "[]",
+        "null",
+        '{"kind": "baseline"}',
+        '{"processes": [], "owner": {"pid": 1}}',
+        '{"processes": 1}',
+        "[" * 9999,
+    ],
+)
+def test_a_damaged_record_is_named_with_what_to_do(tmp_path, damaged):
+    path = record_path("baseline", 31202, tmp_path)
+    path.write_text(damaged)
+    with pytest.raises(DraftlineError, match=rf"{path.name}: .*A record of a server is expected.* remove the file"):
+        reap_stale_servers(tmp_path)
+    assert path.exists()
 
 
 def test_a_zombie_is_not_alive():
