@@ -9,7 +9,6 @@ the same server. At the lowest and the highest concurrency of params.yaml, bench
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
@@ -20,13 +19,13 @@ from tasks.benchmark.recording_proxy import Recorded, RecordingProxy
 from tasks.benchmark.sglang_tool import require_tool, run_tool
 from tasks.common.console import console
 from tasks.common.errors import DraftlineError
-from tasks.common.files import REPORTS, write_json
+from tasks.common.files import REPORTS, require_writable, write_json
 from tasks.common.params import PARAMS, Params, load_params
 from tasks.common.server import Server
 from tasks.common.server_plan import ServerPlan, flag
 from tasks.common.server_session import LOGS
 from tasks.common.speculative_plan import speculative_plan
-from tasks.common.stage import exit_on_signals
+from tasks.common.stage import ending_in_words
 from tasks.common.traffic import Load, Pass, Question, run_load
 
 REPORT = REPORTS / "cross_check.json"
@@ -41,6 +40,7 @@ _EVERY_STEP = flag(
 def main() -> None:
     require_tool()
     params = load_params()
+    require_writable(REPORTS)
     loads, plan = _loads(params), speculative_plan(params).adding((_EVERY_STEP,))
     with Server(plan) as server, RecordingProxy(server.url) as proxy:
         overlaps = not server.server_info().get("disable_overlap_schedule")
@@ -167,14 +167,10 @@ def _say(sentence: str) -> None:
 
 
 if __name__ == "__main__":
-    exit_on_signals()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for the server, as every stage sets it
-    argparse.ArgumentParser(
-        prog="python -m tasks.benchmark.cross_check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args()
-    try:
+    with ending_in_words("cross_check"):
+        argparse.ArgumentParser(
+            prog="python -m tasks.benchmark.cross_check",
+            description=__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        ).parse_args()
         main()
-    except DraftlineError as error:
-        sys.exit(f"cross_check failed:\n{error}")

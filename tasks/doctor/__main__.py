@@ -21,9 +21,10 @@ from tasks.common.check import Check, worst
 from tasks.common.draft_checks.subject import Subject
 from tasks.common.errors import DraftlineError
 from tasks.common.sglang_versions import NEWEST, number
+from tasks.common.stage import ending_in_words
 from tasks.doctor.examine import Request, examine, examine_copy
 
-OK, ERRORS, COULD_NOT_RUN, INTERRUPTED = 0, 1, 2, 130
+OK, ERRORS, COULD_NOT_RUN = 0, 1, 2
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,8 +35,6 @@ def main(arguments: list[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")  # a terminal that cannot show a character shows its code
     try:
         return _examine(options)
-    except KeyboardInterrupt:
-        return INTERRUPTED
     except BrokenPipeError:  # whoever reads has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return COULD_NOT_RUN
@@ -135,4 +134,5 @@ def _print(subject: Subject, options: argparse.Namespace, checks: list[Check], r
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ending_in_words("doctor"):
+        sys.exit(main())

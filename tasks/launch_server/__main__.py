@@ -13,12 +13,11 @@ import sys
 from tasks.common.check import require_no_errors
 from tasks.common.check_table import print_checks
 from tasks.common.console import console
-from tasks.common.errors import DraftlineError
 from tasks.common.files import REPORTS, write_json
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
 from tasks.common.params import Params, load_params
 from tasks.common.speculative_plan import speculative_plan
-from tasks.common.stage import run_stage
+from tasks.common.stage import ending_in_words, run_stage
 from tasks.common.target import target_contract
 from tasks.common.tracking import Tracker
 from tasks.launch_server.show import show_plan
@@ -53,10 +52,8 @@ def main(params: Params, tracker: Tracker) -> None:
 
 def print_plan() -> None:
     """The server that people should run, and why so: without the probe's flags."""
-    try:
+    with ending_in_words("launch_server"):
         show_plan(speculative_plan(load_params()))
-    except DraftlineError as error:
-        sys.exit(f"launch_server failed:\n{error}")
 
 
 if __name__ == "__main__":

@@ -9,16 +9,14 @@ at which the draft begins to pay is a round over a plain step. The traces open i
 """
 
 import argparse
-import os
-import sys
 
 from tasks.common.errors import DraftlineError
-from tasks.common.files import REPORTS, write_json
+from tasks.common.files import REPORTS, require_writable, write_json
 from tasks.common.params import PARAMS, Params, load_params
-from tasks.common.responses import read_responses
+from tasks.common.responses import RESPONSES, read_responses
 from tasks.common.server_plan import baseline_plan
 from tasks.common.speculative_plan import speculative_plan
-from tasks.common.stage import exit_on_signals
+from tasks.common.stage import ending_in_words
 
 REPORT = REPORTS / "profile.json"
 _DEFAULT = (1, 4, 16)
@@ -31,12 +29,27 @@ def main(requests: list[int] | None) -> None:
     params = load_params()
     asked = _requests(requests, params)
     plans = (baseline_plan(params), speculative_plan(params))
-    prompts = [response.prompt_token_ids for response in read_responses("heldout")]
+    prompts = _prompts()
+    require_writable(REPORTS)
     baseline, speculative = (profile(plan, prompts, asked) for plan in plans)
     found = report(baseline, speculative, params)
     write_json(REPORT, found)
     show(found)
     print(f"{REPORT}: the same for programs; {TRACES}: the traces, for https://ui.perfetto.dev")
+
+
+def _prompts() -> list[list[int]]:
+    """
+    Raises:
+        DraftlineError: there are no held-out prompts, or they cannot be read.
+    """
+    prompts = [response.prompt_token_ids for response in read_responses("heldout")]
+    if not prompts:
+        raise DraftlineError(
+            f"{RESPONSES / 'heldout.jsonl'}: no held-out prompts, and the servers are to decode them. Collect some "
+            f"(infra/docs/prompts.md), then `dvc repro regenerate_responses`."
+        )
+    return prompts
 
 
 def _requests(asked: list[int] | None, params: Params) -> list[int]:
@@ -75,9 +88,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    exit_on_signals()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for the servers, as every stage sets it
-    try:
+    with ending_in_words("profile_server"):
         main(_parser().parse_args().requests)
-    except DraftlineError as error:
-        sys.exit(f"profile_server failed:\n{error}")

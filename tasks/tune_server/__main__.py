@@ -17,9 +17,9 @@ import sys
 from typing import TYPE_CHECKING
 
 from tasks.common.errors import DraftlineError
-from tasks.common.files import REPORTS, write_json
+from tasks.common.files import REPORTS, require_writable, write_json
 from tasks.common.params import PARAMS, Params, load_params
-from tasks.common.stage import exit_on_signals
+from tasks.common.stage import ending_in_words
 
 if TYPE_CHECKING:
     from tasks.tune_server.search import Search
@@ -36,6 +36,7 @@ def main(minutes: float, concurrency: int) -> None:
 
     params = load_params()
     _require_sensible(minutes, concurrency, params)
+    require_writable(REPORTS)
     questions, space = _questions(params, concurrency), _space(params, concurrency)
     budget = Budget(60 * minutes)
     with Fleet(params, budget) as fleet:
@@ -63,6 +64,10 @@ def run_and_report(search: "Search", params: Params, minutes: float, concurrency
 
     try:
         search.run()
+    except BaseException as error:
+        if search.has_compared:
+            error.add_note(f"{REPORT} and {PROFILE} hold what was measured by then.")
+        raise
     finally:
         found = report(search, params, concurrency, budget.seconds, budget.seconds - budget.remaining(), REPORTS)
         if search.has_compared:
@@ -158,10 +163,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    exit_on_signals()
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for the servers, as every stage sets it
-    try:
+    with ending_in_words("tune_server"):
         arguments = _parser().parse_args()
         main(arguments.minutes, arguments.concurrency)
-    except DraftlineError as error:
-        sys.exit(f"tune_server failed:\n{error}")
