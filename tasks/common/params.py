@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from tasks.common.errors import DraftlineError
 from tasks.common.params_errors import described, kinds_of
+from tasks.common.params_texts import PathText, require_fitting_words, require_possible_texts, require_programs
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +40,19 @@ class Section(BaseModel):
             raise ValueError(f"a number is expected, found the text {quoted[0]!r}; write it without quotes")
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _the_system_takes_texts(cls, value: Any, info: ValidationInfo) -> Any:
+        """Python raises a ValueError of its own where such a text becomes a path, an argument or a variable."""
+        if str in kinds_of(cls.model_fields[info.field_name].annotation):
+            require_possible_texts(value)
+        return value
+
 
 class Target(Section):
     """The model to be made faster."""
 
-    model: str = Field("builtin", description="'builtin' (SmolLM2-135M-Instruct), a local folder, or a hub id")
+    model: PathText = Field("builtin", description="'builtin' (SmolLM2-135M-Instruct), a local folder, or a hub id")
     revision: str | None = Field(None, description="commit of a hub id; null takes the newest")
     dtype: Dtype = "float32"
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$")
@@ -62,7 +71,7 @@ class ContractParams(Section):
 class Prompts(Section):
     """Which conversations the target answers."""
 
-    folder: str = Field(
+    folder: PathText = Field(
         "tasks/collect_prompts/builtin", description="JSONL files in messages form (infra/docs/prompts.md)"
     )
     max_train: Count | None = Field(None, description="take this many, spread over domains; null: all")
@@ -159,6 +168,20 @@ class Serve(Section):
         examples=["{NCCL_ALGO: Ring}"],
     )
 
+    @field_validator("extra_args", "environment")
+    @classmethod
+    def _a_process_takes_them(cls, given: tuple[str, ...] | dict[str, str]) -> tuple[str, ...] | dict[str, str]:
+        words = [f"{name}={value}" for name, value in given.items()] if isinstance(given, dict) else given
+        require_fitting_words(words)
+        return given
+
+    @field_validator("environment")
+    @classmethod
+    def _programs_are_found(cls, given: dict[str, str]) -> dict[str, str]:
+        if "PATH" in given:
+            require_programs(given["PATH"])
+        return given
+
     @model_validator(mode="after")
     def _chain_is_consistent(self) -> "Serve":
         if self.eagle_topk == 1 and self.num_draft_tokens != self.num_steps + 1:
@@ -178,7 +201,7 @@ class Serve(Section):
 class Benchmark(Section):
     """What is asked of the plain server and of the ones with a draft, in turn."""
 
-    sets: dict[str, str] = Field(
+    sets: dict[str, PathText] = Field(
         {},
         description="name: JSONL file of questions (messages, EAGLE, Spec-Bench); none: the held-out prompts",
         examples=["{mine: path/to/questions.jsonl}"],
@@ -322,6 +345,8 @@ class _PlainValues(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         """Of a key that stands twice YAML would take the last; a list or a mapping as a key is a template, `{{ x }}`."""
+    except RecursionError:
+        raise DraftlineError(f"{path}: not valid YAML: hundreds of brackets within each other.") from None
         seen = set()
         for name, _ in node.value:
             if not isinstance(name, yaml.ScalarNode):

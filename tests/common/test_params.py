@@ -1,3 +1,4 @@
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -126,3 +127,11 @@ def test_a_folder_in_its_place_is_an_error(tmp_path):
 @pytest.mark.parametrize("text", ["", "# nothing yet\n", "{}"])
 def test_an_empty_file_takes_every_default(tmp_path, text):
     assert load(tmp_path, text) == Params()
+
+
+def test_the_longest_word_that_is_taken_starts_a_process(tmp_path):
+    value = "x" * (131_071 - len("A="))
+    serve = load(tmp_path, f"serve: {{extra_args: [--x, {'y' * 131_071}], environment: {{A: {value}}}}}").serve
+    subprocess.run(["/bin/true", *serve.extra_args], env=serve.environment, check=True)
+    with pytest.raises(OSError, match="Argument list too long"):
+        subprocess.run(["/bin/true", *serve.extra_args, serve.extra_args[1] + "y"])
