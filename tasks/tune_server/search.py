@@ -10,9 +10,9 @@ Nothing here starts a server: what measures is handed in (bench.py).
 """
 
 import math
-import signal
 from collections.abc import Callable, Sequence
 
+from tasks.common.errors import in_a_line
 from tasks.tune_server.bench import Bench
 from tasks.tune_server.candidates import Candidate
 from tasks.tune_server.prediction import Prediction
@@ -63,7 +63,7 @@ class Search:
         except _Spent:
             self.ended = f"The budget ended in rung {self._rung}: what was asked by then counts."
         except BaseException as error:  # a signal as well
-            self.ended = f"Ended early, in rung {max(0, self._rung)}: {_why(error)}"
+            self.ended = f"Ended early, in rung {max(0, self._rung)}: {in_a_line(error)}"
             raise
         self.is_complete, self.shortage = True, self._shortage()
 
@@ -223,9 +223,3 @@ class Search:
 
     def _may_be_chosen(self, candidate: Candidate) -> bool:
         return candidate.shape is not None and candidate not in self.space.unfit
-
-
-def _why(error: BaseException) -> str:
-    if isinstance(error, SystemExit) and isinstance(error.code, int) and error.code > 128:
-        return f"{signal.Signals(error.code - 128).name}."
-    return " ".join(str(error).split()) or type(error).__name__

@@ -90,18 +90,22 @@ class Ending(Bench):
         return super().measure(batch, questions, rung, standing)
 
 
-@pytest.mark.parametrize("error", [DraftlineError("the plain server failed"), SystemExit(143)])
+@pytest.mark.parametrize("error", [lambda: DraftlineError("the plain server failed"), lambda: SystemExit(143)])
 @pytest.mark.parametrize("rung", [0, 1])
 def test_a_search_that_ends_early_reports_what_was_measured_and_still_fails(tmp_path, monkeypatch, error, rung):
     monkeypatch.chdir(tmp_path)
+    error = error()
     params = Params.model_validate({"benchmark": {"concurrency": [1]}})
     tuned, profile = earlier_reports()
     search = Search(Space.of(params, 1, "LlamaForCausalLM", Device(None)), Ending(error, rung))
-    with pytest.raises(type(error)):
+    with pytest.raises(type(error)) as ended:
         run_and_report(search, params, 10, 1, Budget(600))
+    notes = getattr(ended.value, "__notes__", [])
     if rung == 0:
+        assert notes == []
         assert (tuned.read_text(), profile.read_text()) == EARLIER
         return
+    assert notes == ["reports/tuned.json and reports/tuned_params.yaml hold what was measured by then."]
     found = read_json(tuned)
     assert found["complete"] is False
     assert found["ended"].startswith(f"Ended early, in rung {rung}: ")

@@ -249,7 +249,7 @@ def test_where_every_server_fails_there_is_no_best():
     [
         (DraftlineError("the plain server\nfailed"), "Ended early, in rung 1: the plain server failed"),
         (SystemExit(143), "Ended early, in rung 1: SIGTERM."),
-        (KeyboardInterrupt(), "Ended early, in rung 1: KeyboardInterrupt"),
+        (KeyboardInterrupt(), "Ended early, in rung 1: SIGINT."),
     ],
 )
 def test_a_search_that_is_ended_says_why_and_keeps_what_was_measured(error, said):
