@@ -6,6 +6,7 @@ from typing import Any
 
 from tasks.benchmark.arms import Arm
 from tasks.benchmark.conditions import require_equal_conditions, require_equal_environments
+from tasks.benchmark.partial import Partial
 from tasks.common.params import Params
 from tasks.common.progress import progress
 from tasks.common.server import Server, running
@@ -31,16 +32,14 @@ class Measured:
     side_by_side: bool
 
 
-def measure(
-    arms: Sequence[Arm], loads: Sequence[Load], params: Params, keep: Callable[[list[Pass]], object]
-) -> Measured:
+def measure(arms: Sequence[Arm], loads: Sequence[Load], params: Params, partial: Partial) -> Measured:
     """Pass `benchmark.repeats` times over every load with every server.
 
     Side by side they are asked in turn, so that a slow minute of the machine slows all: question by question where one
     request runs at a time, else pass by pass. Who goes first alternates.
 
     Args:
-        keep: called with the passes of a load when it was asked of all servers that run.
+        partial: begun when the first servers are up, and given the passes of a load when it was asked of all servers that run.
 
     Raises:
         DraftlineError: a server does not start, dies or hangs, or the servers do not run under the same conditions.
@@ -60,6 +59,8 @@ def measure(
             with running(*(server for _, server in servers)):
                 infos |= {arm.name: server.server_info() for arm, server in servers}
                 require_equal_conditions(infos, loads, params.serve.num_draft_tokens)
+                if not passes:
+                    partial.begin()
                 for load in warm:
                     for arm, server in servers:
                         run_load(server, load, arm.name, on_answer=bar.update)
@@ -68,7 +69,7 @@ def measure(
                         first = (number + repeat) % 2
                         made = _passes(servers if not first else servers[::-1], load, repeat, bar.update)
                         passes += made
-                        keep(made)
+                        partial.keep(made)
     return Measured(tuple(passes), infos, side_by_side)
 
 

@@ -3,34 +3,39 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from tasks.common.errors import in_a_line
 from tasks.common.files import REPORTS, write_json
 from tasks.common.params import Params
 from tasks.common.traffic import Pass
 
-PARTIAL = REPORTS / "benchmark.partial.json"
+REPORT, PARTIAL = REPORTS / "benchmark.json", REPORTS / "benchmark.partial.json"
 _KILLED = "it still runs, or was killed without a word"
 
 
 class Partial:
     """Writes a row a pass after every load, servers apart; says why where the benchmark ends early."""
 
-    def __init__(self, params: Params, path: Path = PARTIAL):
-        self._repeats, self._path = params.benchmark.repeats, path
+    def __init__(self, params: Params, path: Path = PARTIAL, report: Path = REPORT):
+        self._repeats, self._path, self._report = params.benchmark.repeats, path, report
         self._rows: list[dict] = []
 
     def __enter__(self) -> "Partial":
-        self._path.unlink(missing_ok=True)
         return self
+
+    def begin(self) -> None:
+        """From here on it is measured: no gate is to pass on an earlier report if this benchmark dies.
+
+        Not before: a start that fails has measured nothing, and what there was is what there is.
+        """
+        for path in (self._path, self._report):
+            path.unlink(missing_ok=True)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
             self._path.unlink(missing_ok=True)
         elif self._rows:
-            self._write(
-                f"ended from outside (exit code {error})"
-                if isinstance(error, SystemExit)
-                else str(error) or repr(error)
-            )
+            self._write(in_a_line(error))
+            error.add_note(f"What was measured is kept in {self._path}, marked as incomplete.")
 
     def keep(self, passes: Sequence[Pass]) -> None:
         self._rows += [_row(one) for one in passes]

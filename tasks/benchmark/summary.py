@@ -11,20 +11,19 @@ from tasks.benchmark.figures import Comparison, Pair, compare, speed
 from tasks.benchmark.measure import Measured
 from tasks.benchmark.questions import HELDOUT
 from tasks.benchmark.rows import acceptance_and_speed, by_context, by_domain, cell, rounded
-from tasks.common.break_even import advice, measured_step_share
-from tasks.common.files import REPORTS, read_json, sha256_json
+from tasks.common.advice_reports import measured_step_share, scaling_fit
+from tasks.common.break_even import advice
+from tasks.common.files import sha256_json
 from tasks.common.machine import machine
 from tasks.common.params import Params
 from tasks.common.traffic import Pass
 
-SCALING = REPORTS / "scaling.json"
 
-
-def summarise(measured: Measured, arms: Sequence[Arm], params: Params, predicted: float) -> dict:
+def summarise(measured: Measured, arms: Sequence[Arm], params: Params, predicted: float | None) -> dict:
     """The report.
 
     Args:
-        predicted: acceptance length that train_draft predicted from held-out answers.
+        predicted: acceptance length that train_draft predicted from held-out answers; None where other questions are asked.
 
     Raises:
         DraftlineError: no speculation ran (S4).
@@ -32,7 +31,6 @@ def summarise(measured: Measured, arms: Sequence[Arm], params: Params, predicted
     comparisons = compared(measured.passes, arms)
     ours = headline(comparisons)
     steps, pairs, acceptance = params.serve.num_steps, ours.pairs, ours.acceptance
-    heldout = ours.name == HELDOUT
     parted = next((pair for pair in pairs if pair.first_difference is not None), None)
     return {
         "speculative": acceptance_and_speed(pairs, steps)
@@ -48,8 +46,8 @@ def summarise(measured: Measured, arms: Sequence[Arm], params: Params, predicted
         "lossless": parted is None,
         "first_difference": _difference(parted) if parted else None,
         "agreement": {"answers": round(ours.agreement, 4), "tokens": round(ours.agreed_tokens, 4)},
-        "predicted_accept_length": predicted if heldout else None,
-        "served_over_predicted": round(acceptance.accept_length / predicted, 3) if heldout else None,
+        "predicted_accept_length": predicted,
+        "served_over_predicted": round(acceptance.accept_length / predicted, 3) if predicted else None,
         "survival": [round(share, 4) for share in acceptance.survival(steps)],
         "by_domain": by_domain(pairs, steps),
         "by_context": by_context(one for one in measured.passes if one.arm == OURS and one.load.temperature == 0),
@@ -84,7 +82,7 @@ def headline(comparisons: Sequence[Comparison]) -> Comparison:
 def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> Iterator[str]:
     """Whether our draft pays at each concurrency, and what would be needed where it does not; what holds of several is said once,
     at the end."""
-    serve, scaling = params.serve, read_json(SCALING) if SCALING.exists() else None
+    serve, scaling = params.serve, scaling_fit()
     verdicts: dict[int, str] = {}
     further: dict[str, list[int]] = {}
     measured_with = {"device": params.target.device, "dtype": params.target.dtype}

@@ -9,11 +9,13 @@ rounds would begin at other tokens as well; that is left out.)
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
-from tasks.common.files import REPORTS, read_json
+from pydantic import Field, ValidationError
+
+from tasks.common.files import REPORTS
+from tasks.common.forms import Form
 
 # Fewer steps are advised where they promise more than this beyond what is.
 _WORTH = 1.01
@@ -82,7 +84,7 @@ def advice(
     break_even: float,
     *,
     topk: int = 1,
-    draft_step_share: float | None = None,
+    draft_step_share: float | str | None = None,
     scaling: Mapping[str, Any] | None = None,
 ) -> list[str]:
     """What is missing until the draft pays, in sentences.
@@ -91,8 +93,9 @@ def advice(
         accept_length: reached, with `steps` draft steps.
         survival: by position, as many as `steps`.
         break_even: needed: time of a round over time of a plain step.
-        draft_step_share: share of the round that one draft step takes; None where it was not measured (`measured_step_share`).
-        scaling: reports/scaling.json; None where there is none. Read are `tokens`, trained on, and
+        draft_step_share: share of the round that one draft step takes, or None where it was not measured, or why it cannot be read
+            (`advice_reports.measured_step_share`).
+        scaling: reports/scaling.json (`advice_reports.scaling_fit`); None where there is none. Read are `tokens`, trained on, and
             `accept_length_per_doubling` of them.
     """
     speedup = accept_length / break_even
@@ -112,42 +115,18 @@ def advice(
     return found
 
 
-def measured_step_share(
-    requests: int, steps: int, topk: int, settings: Mapping[str, str], folder: Path = REPORTS
-) -> float | None:
-    """Share of a round that one draft step takes with so many requests at once, from reports/tuned.json or profile.json.
+class _Scaling(Form):
+    """What is read of reports/scaling.json."""
 
-    The tuner's line through rounds of several lengths counts first. Of a profile it is the draft's own passes, by the GPU's
-    time or the host's, whichever is more: one of the two is what the round waits for.
-
-    Args:
-        settings: that a report must have been measured with, as in its `settings`: `device`, `dtype`.
-
-    Returns:
-        None where neither report has it for these settings and this number of requests, steps and top-k.
-    """
-    tuned, profiled = (_measured_with(settings, folder / name) for name in ("tuned.json", "profile.json"))
-    line = tuned.get("round_time")
-    if topk == 1 and line and tuned["concurrency"] == requests:
-        return RoundTime(line["fixed_ms"], line["step_ms"]).step_share(steps)
-    settings = profiled.get("settings", {})
-    rows = [row["round"] for row in profiled.get("by_requests", ()) if row["requests"] == requests]
-    if not rows or (settings["steps"], settings["topk"]) != (steps, topk) or not rows[0]["draft_passes"]:
-        return None
-    draft = next(part for part in rows[0]["parts"] if part["part"] == "draft")
-    return max(draft["host_share"], draft.get("gpu_share", 0.0)) / rows[0]["draft_passes"]
-
-
-def _measured_with(settings: Mapping[str, str], path: Path) -> dict[str, Any]:
-    """A report; empty where there is none, or of another device or dtype, whose times are not those asked for."""
-    found = read_json(path) if path.exists() else {}
-    of_report = found.get("settings", {})
-    return found if all(of_report.get(name) == value for name, value in settings.items()) else {}
+    tokens: Annotated[float, Field(gt=0)]
+    accept_length_per_doubling: float
 
 
 def _fewer_steps(
-    survival: Sequence[float], steps: int, break_even: float, speedup: float, draft_step_share: float | None
+    survival: Sequence[float], steps: int, break_even: float, speedup: float, draft_step_share: float | str | None
 ) -> str:
+    if isinstance(draft_step_share, str):
+        return f"Whether fewer draft steps would pay more is not known: {draft_step_share}"
     if draft_step_share is None:
         return (
             "Whether fewer draft steps would pay more is not known: how much of a round one step takes was not measured at this "
@@ -174,13 +153,14 @@ def _more_data(missing: float, needed: float, steps: int, scaling: Mapping[str, 
         )
     if scaling is None:
         return f"How far more training data would help is not known: that needs a scaling fit, and there is no {path}."
-    # A report that was measured is worth more than this sentence: a bad file is said, and nothing is refused.
-    gain, tokens = (_number(scaling, name) for name in ("accept_length_per_doubling", "tokens"))
-    if gain is None or tokens is None or tokens <= 0:
+    try:
+        fit = _Scaling.model_validate(scaling)
+    except ValidationError:  # a report that was measured is worth more than this sentence
         return (
-            f"How far more training data would help is not known: {path} must have the numbers "
-            "`accept_length_per_doubling` and `tokens`, the latter above 0. Make it again, or remove it."
+            f"How far more training data would help is not known: {path} must be JSON with the numbers "
+            f"`accept_length_per_doubling` and `tokens`, the latter above 0. Make it again, or remove it."
         )
+    gain, tokens = fit.accept_length_per_doubling, fit.tokens
     if gain <= 0:
         return f"More training data does not help by the fit of {path}: {gain:+.2f} a doubling."
     if missing / gain > _MOST_DOUBLINGS:
@@ -192,9 +172,3 @@ def _more_data(missing: float, needed: float, steps: int, scaling: Mapping[str, 
         f"More training data helps by the fit of {path}: a doubling adds {gain:.2f}, so that {needed:.2f} would need about "
         f"{2 ** math.ceil(missing / gain)} times the {tokens / 1e6:.1f} M tokens trained on."
     )
-
-
-def _number(fields: Any, name: str) -> float | None:
-    """A field that is a number; None where it is anything else, or the file is no mapping."""
-    value = fields.get(name) if isinstance(fields, Mapping) else None
-    return value if isinstance(value, int | float) and math.isfinite(value) else None

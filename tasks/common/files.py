@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -50,6 +51,20 @@ def replacing(path: Path) -> Iterator[Path]:
     partial.replace(path)
 
 
+def require_writable(folder: Path) -> None:
+    """Ask before the work what would fail after it.
+
+    Raises:
+        DraftlineError: no file can be made in the folder.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise DraftlineError(f"{folder}: cannot be written: {error.strerror}.") from None
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable: after a crash of the machine what was renamed or removed is so."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -82,7 +97,7 @@ def read_json(path: Path) -> Any:
         raise DraftlineError(f"{path}: not there. Run the stage that writes it: `dvc repro`.") from None
     except OSError as error:
         raise DraftlineError(f"{path}: cannot be read: {error.strerror}.") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DraftlineError(f"{path}: not valid JSON ({error}).") from None
 
 
@@ -120,7 +135,7 @@ def read_numbered_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 raise DraftlineError(f"{path}:{number}: not UTF-8 ({error}). Save the file as UTF-8.") from None
             except json.JSONDecodeError as error:  # its own text says 'line 1' of every line
                 raise DraftlineError(f"{path}:{number}: not valid JSON ({error.msg}: column {error.colno}).") from None
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DraftlineError(f"{path}:{number}: not valid JSON ({error}).") from None
             if not isinstance(row, dict):
                 raise DraftlineError(f"{path}:{number}: expected a JSON object, found {type(row).__name__}.")

@@ -206,10 +206,17 @@ class Benchmark(Section):
         description="name: JSONL file of questions (messages, EAGLE, Spec-Bench); none: the held-out prompts",
         examples=["{mine: path/to/questions.jsonl}"],
     )
-    num_prompts: Count = Field(16, description="prompts of a set, spread over domains")
-    max_new_tokens: Count = 48
-    concurrency: tuple[Count, ...] = Field(
-        (1,), min_length=1, description="requests at once; each is measured", examples=["[1, 4]"]
+    num_prompts: Annotated[int, Field(gt=0, le=100_000)] = Field(
+        16, description="prompts of a set, spread over domains; each is asked of each server `repeats` times"
+    )
+    max_new_tokens: Annotated[int, Field(ge=2)] = Field(
+        48, description="of an answer; its first token comes with the prompt, so that an answer of one sees no draft"
+    )
+    concurrency: tuple[Annotated[int, Field(gt=0, le=1024)], ...] = Field(
+        (1,),
+        min_length=1,
+        description="requests at once, each of a thread of its own; of more this client would be what is measured",
+        examples=["[1, 4]"],
     )
     temperatures: tuple[Annotated[float, Field(ge=0)], ...] = Field(
         (0.0,),
@@ -217,11 +224,15 @@ class Benchmark(Section):
         description="above 0 is measured at the lowest concurrency alone",
         examples=["[0.0, 1.0]"],
     )
-    repeats: Annotated[int, Field(ge=3)] = Field(
-        3, description="passes over a set, by each server in turn; three are the fewest that give a spread"
+    repeats: Annotated[int, Field(ge=3, le=1000)] = Field(
+        3,
+        description="passes over a set, by each server in turn; three are the fewest that give a spread, and no spread needs more "
+        "than a thousand",
     )
-    warmup_prompts: Count = Field(2, description="asked of each server before, for each request at once")
-    drafts: dict[str, str] = Field(
+    warmup_prompts: Annotated[int, Field(gt=0, le=100)] = Field(
+        2, description="asked of each server before, for each request at once; what is warm stays so"
+    )
+    drafts: dict[str, PathText] = Field(
         {},
         description="name: folder or hub id of a draft to be measured beside ours",
         examples=["{theirs: path/to/draft}"],
@@ -334,6 +345,8 @@ def load_params(path: Path = PARAMS) -> Params:
         raise DraftlineError(f"{path}: not UTF-8 ({error}). Save it as UTF-8.") from None
     except yaml.YAMLError as error:
         raise DraftlineError(f"{path}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise DraftlineError(f"{path}: not valid YAML: hundreds of brackets within each other.") from None
     try:
         return Params.model_validate({} if raw is None else raw)
     except ValidationError as error:
@@ -345,8 +358,6 @@ class _PlainValues(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         """Of a key that stands twice YAML would take the last; a list or a mapping as a key is a template, `{{ x }}`."""
-    except RecursionError:
-        raise DraftlineError(f"{path}: not valid YAML: hundreds of brackets within each other.") from None
         seen = set()
         for name, _ in node.value:
             if not isinstance(name, yaml.ScalarNode):

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 
 from tasks.common.contract import Contract
 from tasks.common.errors import DraftlineError
+from tasks.common.files import require_writable
 from tasks.common.hidden_states import HIDDEN_STATES, MANIFEST, TABLE, close_split
 from tasks.common.params import PARAMS, Params
 from tasks.common.planned_shards import plan_shards
@@ -23,7 +24,7 @@ from tasks.common.versions import result_versions
 from tasks.dump_hidden_states.answers import require_sound_answers
 from tasks.dump_hidden_states.engines import Compute, open_engine, require_devices_of_its_own
 from tasks.dump_hidden_states.locks import closing_a_split, working_on
-from tasks.dump_hidden_states.room import require_room, require_writable
+from tasks.dump_hidden_states.room import require_room
 from tasks.dump_hidden_states.share import Share
 from tasks.dump_hidden_states.split_plan import SplitPlan, shard_of
 

@@ -1,7 +1,6 @@
 """Whether the states have room, before the first of them is computed and before anything is removed."""
 
 import shutil
-import tempfile
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -35,20 +34,6 @@ def require_room(plans: list[SplitPlan], token_bytes: int, params: Params) -> No
     quota = params.dump.max_gigabytes
     if quota is not None and _held(plans, token_bytes) > quota * 1e9:
         raise _refused(plans, token_bytes, f"dump.max_gigabytes allows {quota:g} GB")
-
-
-def require_writable(folder: Path) -> None:
-    """The folder of a split, which is made.
-
-    Raises:
-        DraftlineError: it cannot be made, or nothing can be written into it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise DraftlineError(f"{folder}: cannot be written: {error.strerror}.") from None
 
 
 def _held(plans: list[SplitPlan], token_bytes: int) -> int:

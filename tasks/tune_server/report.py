@@ -4,8 +4,9 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
 
-from tasks.common.break_even import advice, measured_step_share
-from tasks.common.files import read_json, replacing
+from tasks.common.advice_reports import measured_step_share, scaling_fit
+from tasks.common.break_even import advice
+from tasks.common.files import replacing
 from tasks.common.params import PARAMS, Params
 from tasks.tune_server.candidates import Candidate
 from tasks.tune_server.results import Result, Trial
@@ -134,7 +135,7 @@ def _alike(search: Search) -> Trial | None:
 
 
 def _advice(trial: Trial, search: Search, params: Params, concurrency: int, folder: Path) -> list[str]:
-    result, shape, scaling = trial.last, trial.candidate.shape, folder / "scaling.json"
+    result, shape = trial.last, trial.candidate.shape
     if line := search.prediction.round_time:
         share = line.step_share(shape.steps)
     else:
@@ -147,7 +148,7 @@ def _advice(trial: Trial, search: Search, params: Params, concurrency: int, fold
         result.break_even,
         topk=shape.topk,
         draft_step_share=share,
-        scaling=read_json(scaling) if scaling.exists() else None,
+        scaling=scaling_fit(folder),
     )
     # Where a share is missing it sends to this search, which has just ended without one.
     return [_NO_STEP_TIME if "python -m tasks.tune_server" in sentence else sentence for sentence in said]

@@ -14,6 +14,7 @@ import yaml
 
 from tasks.benchmark.arms import Arm
 from tasks.benchmark.measure import measure
+from tasks.benchmark.partial import Partial
 from tasks.benchmark.questions import loads_of
 from tasks.common.errors import DraftlineError
 from tasks.common.files import REPORTS, read_json, write_json
@@ -113,7 +114,7 @@ def test_a_baseline_with_other_flags_is_refused(project):
     slower = baseline_plan(params, port=params.serve.port + 1).adding((flag("--disable-cuda-graph", reason="planted"),))
     arms = [Arm("baseline", slower), Arm("speculative", speculative_plan(params))]
     with pytest.raises(DraftlineError, match="does not run under the same conditions"):
-        measure(arms, loads_of(params), params, lambda passes: None)
+        measure(arms, loads_of(params), params, Partial(params))
     assert port_is_free(params.serve.port) and port_is_free(params.serve.port + 1)
 
 

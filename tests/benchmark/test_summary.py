@@ -30,7 +30,8 @@ def report(passes, **settings):
     names = {one.arm for one in passes}
     measured = Measured(tuple(passes), {name: {"tp_size": 1, "port": 3} for name in names}, side_by_side=True)
     arms = [one for one in ARMS if one.name in names]
-    return summarise(measured, arms, Params.model_validate({"benchmark": settings}), predicted=2.0)
+    predicted = None if "sets" in settings else 2.0
+    return summarise(measured, arms, Params.model_validate({"benchmark": settings}), predicted)
 
 
 def both(of, plain=PLAIN, drafted=DRAFTED, drafts=("speculative",)):
@@ -185,13 +186,36 @@ def test_what_was_measured_before_a_crash_is_kept_and_marked(tmp_path):
     assert (kept["complete"], kept["why"], kept["repeats"]) == (False, "the baseline server died", 3)
     rows = [(row["arm"], row["concurrency"], row["tokens_per_s"], row["correct_drafts"]) for row in kept["passes"]]
     assert rows == [("baseline", 1, 5.0, 0), ("speculative", 1, 10.0, 6), ("baseline", 2, 5.0, 0)]
-    with Partial(Params(), path):
-        assert not path.exists()
 
 
-def test_a_benchmark_that_was_told_to_end_says_so(tmp_path):
+def test_an_earlier_report_counts_until_the_servers_are_up_and_no_longer(tmp_path):
+    path, report = tmp_path / "partial.json", tmp_path / "benchmark.json"
+    for each in (path, report):
+        each.write_text("{}")
+    with pytest.raises(RuntimeError), Partial(Params(), path, report):
+        raise RuntimeError("the port is in use")
+    assert path.exists() and report.exists()
+    with pytest.raises(RuntimeError), Partial(Params(), path, report) as partial:
+        partial.begin()
+        raise RuntimeError("the baseline server died")
+    assert not path.exists() and not report.exists()
+
+
+@pytest.mark.parametrize(("ended", "why"), [(SystemExit(143), "SIGTERM."), (KeyboardInterrupt(), "SIGINT.")])
+def test_a_benchmark_that_was_told_to_end_says_so_and_where_it_left_what_it_measured(tmp_path, ended, why):
     path = tmp_path / "partial.json"
-    with pytest.raises(SystemExit), Partial(Params(), path) as partial:
+    with pytest.raises(type(ended)) as raised, Partial(Params(), path) as partial:
         partial.keep(both(load(1))[:2])
-        raise SystemExit(143)
-    assert read_json(path)["why"] == "ended from outside (exit code 143)"
+        raise ended
+    assert read_json(path)["why"] == why
+    assert raised.value.__notes__ == [f"What was measured is kept in {path}, marked as incomplete."]
+
+
+@pytest.mark.parametrize("name", ["tuned.json", "profile.json", "scaling.json"])
+def test_a_damaged_file_that_feeds_the_advice_alone_costs_a_sentence_of_it(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reports").mkdir()
+    (tmp_path / "reports" / name).write_text('{"tokens": 3')
+    slow = completion(10, 2.4, (2, 0, 0, 2))
+    advice = report(both(load(1), drafted=slow))["advice"]
+    assert len(advice) == 1 and f"reports/{name}" in advice[0] and "Make it again, or remove it." in advice[0]

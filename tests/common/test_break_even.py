@@ -1,19 +1,15 @@
 """What a round costs and yields by its number of draft steps, and what follows for somebody whose draft does not pay."""
 
-import json
-
 import pytest
 
 from tasks.common.break_even import (
     RoundTime,
     accept_length_at,
     advice,
-    measured_step_share,
     predicted_speedup,
     prolonged,
 )
 
-GPU = {"device": "cuda", "dtype": "bfloat16"}
 SURVIVAL = (0.6, 0.3, 0.15, 0.09, 0.06)
 
 
@@ -113,6 +109,11 @@ def test_without_the_time_of_a_step_nothing_is_promised():
     assert "not known" in said and "tasks.tune_server" in said
 
 
+def test_a_report_that_cannot_be_read_is_why_fewer_steps_are_not_judged():
+    (_, said, _) = advice(2.2, SURVIVAL, 5, 2.6, draft_step_share="reports/tuned.json: not valid JSON.")
+    assert said == "Whether fewer draft steps would pay more is not known: reports/tuned.json: not valid JSON."
+
+
 def test_of_a_tree_survival_says_nothing_about_fewer_steps():
     assert not any(
         "draft step" in sentence for sentence in advice(2.2, SURVIVAL, 5, 2.6, topk=4, draft_step_share=0.08)
@@ -151,61 +152,21 @@ def test_a_break_even_above_all_that_a_round_can_yield_is_out_of_reach_of_any_da
         {"tokens": 3e6, "accept_length_per_doubling": "0.2"},
         {"tokens": 3e6, "accept_length_per_doubling": float("nan")},
         {"tokens": 0, "accept_length_per_doubling": 0.2},
+        {"tokens": 10**400, "accept_length_per_doubling": 0.2},
+        {"tokens": True, "accept_length_per_doubling": 0.2},
         [],
     ],
 )
 def test_a_scaling_file_without_its_numbers_is_named_and_the_rest_of_the_advice_stays(scaling):
     first, *_, last = advice(2.1, (0.6, 0.5), 2, 2.6, scaling=scaling)
     assert first.startswith("You need 2.60")
-    assert "not known: reports/scaling.json must have the numbers `accept_length_per_doubling` and `tokens`" in last
+    assert (
+        "not known: reports/scaling.json must be JSON with the numbers `accept_length_per_doubling` and `tokens`"
+        in last
+    )
 
 
 @pytest.mark.parametrize("gain", [0.01, 1e-5, 1e-320])
 def test_a_gain_that_would_need_data_beyond_all_fits_is_said_to_be_that_small(gain):
     said = advice(2.1, (0.6, 0.5), 2, 2.6, scaling={"tokens": 3e6, "accept_length_per_doubling": gain})[-1]
     assert "more than 1024 times the 3.0 M tokens" in said
-
-
-# --- reports
-
-
-def profiled(parts: list[dict], passes: int) -> dict:
-    rounds = {"parts": parts, "draft_passes": passes}
-    return {"settings": {"steps": 3, "topk": 1} | GPU, "by_requests": [{"requests": 4, "round": rounds}]}
-
-
-def test_the_share_of_a_step_is_the_tuners_where_it_measured_this_number_of_requests(tmp_path):
-    (tmp_path / "tuned.json").write_text(
-        json.dumps({"concurrency": 4, "round_time": {"fixed_ms": 2.5, "step_ms": 0.5}, "settings": GPU})
-    )
-    (tmp_path / "profile.json").write_text(json.dumps(profiled([{"part": "draft", "host_share": 0.5}], 2)))
-    assert measured_step_share(4, 3, 1, GPU, tmp_path) == pytest.approx(0.125)
-    assert measured_step_share(1, 3, 1, GPU, tmp_path) is None
-    assert measured_step_share(4, 3, 4, GPU, tmp_path) is None  # of a tree the line through chains says nothing
-
-
-def test_else_it_is_what_the_profile_says_of_the_drafts_own_passes(tmp_path):
-    parts = [{"part": "draft", "host_share": 0.1, "gpu_share": 0.16}, {"part": "target verify", "host_share": 0.5}]
-    (tmp_path / "profile.json").write_text(json.dumps(profiled(parts, 2)))
-    assert measured_step_share(4, 3, 1, GPU, tmp_path) == pytest.approx(0.08)
-    assert measured_step_share(4, 5, 1, GPU, tmp_path) is None
-    assert measured_step_share(4, 3, 4, GPU, tmp_path) is None
-
-
-@pytest.mark.parametrize("other", [{"device": "cpu"}, {"dtype": "float32"}])
-@pytest.mark.parametrize("name", ["tuned.json", "profile.json"])
-def test_what_another_device_or_dtype_took_is_not_what_a_step_takes_here(tmp_path, name, other):
-    line = {"concurrency": 4, "round_time": {"fixed_ms": 2.5, "step_ms": 0.5}, "settings": GPU}
-    reports = {"tuned.json": line, "profile.json": profiled([{"part": "draft", "host_share": 0.5}], 2)}
-    (tmp_path / name).write_text(json.dumps(reports[name]))
-    assert measured_step_share(4, 3, 1, GPU, tmp_path) is not None
-    assert measured_step_share(4, 3, 1, GPU | other, tmp_path) is None
-
-
-def test_a_round_of_one_step_has_no_pass_of_its_own_to_measure(tmp_path):
-    (tmp_path / "profile.json").write_text(json.dumps(profiled([], 0)))
-    assert measured_step_share(4, 3, 1, GPU, tmp_path) is None
-
-
-def test_without_reports_it_is_not_known(tmp_path):
-    assert measured_step_share(1, 3, 1, GPU, tmp_path) is None

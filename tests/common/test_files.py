@@ -6,7 +6,7 @@ from collections import namedtuple
 import pytest
 
 from tasks.common.errors import DraftlineError
-from tasks.common.files import replacing, write_json
+from tasks.common.files import read_json, read_jsonl, replacing, write_json
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,10 @@ def test_a_place_that_cannot_be_written_is_one_sentence(tmp_path):
     (tmp_path / "reports").write_text("a file in the folder's place")
     with pytest.raises(DraftlineError, match=r"reports/x.json: cannot be written: File exists\."):
         write_json(tmp_path / "reports" / "x.json", {})
+
+
+@pytest.mark.parametrize("read", [read_json, lambda path: list(read_jsonl(path))])
+def test_json_nested_deeper_than_can_be_read_is_one_sentence(tmp_path, read):
+    (tmp_path / "x.json").write_text("[" * 100_000)
+    with pytest.raises(DraftlineError, match=r"x\.json.*: not valid JSON"):
+        read(tmp_path / "x.json")

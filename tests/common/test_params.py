@@ -70,6 +70,40 @@ def load(tmp_path, text: str) -> Params:
             "benchmark: {repeats: 1}",
             ["benchmark.repeats: must be greater than or equal to 3", "fewest that give a spread"],
         ),
+        (
+            "benchmark: {repeats: 1000000000}",
+            ["benchmark.repeats: must be less than or equal to 1000", "no spread needs"],
+        ),
+        (
+            "benchmark: {num_prompts: 1000000000}",
+            ["benchmark.num_prompts: must be less than or equal to 100000", "each"],
+        ),
+        ("benchmark: {warmup_prompts: 1000000000}", ["benchmark.warmup_prompts: must be less than or equal to 100"]),
+        (
+            "benchmark: {concurrency: [1000000000000000000000000000000]}",
+            ["benchmark.concurrency.0: must be less than or equal to 1024", "this client would be what is measured"],
+        ),
+        (
+            "benchmark: {max_new_tokens: 1}",
+            ["benchmark.max_new_tokens: must be greater than or equal to 2", "no draft"],
+        ),
+        (
+            r'serve: {environment: {A: "a\0b"}}',
+            ["serve.environment: 'a\\x00b' holds the character '\\x00'", "remove it"],
+        ),
+        (r'serve: {extra_args: ["--log-level", "a\0b"]}', ["serve.extra_args: 'a\\x00b' holds the character '\\x00'"]),
+        (r'benchmark: {sets: {mine: "a\0b"}}', ["benchmark.sets: 'a\\x00b' holds the character"]),
+        (r'target: {model: "\uD800"}', ["target.model: '\\ud800' holds the character '\\ud800'"]),
+        (f"serve: {{environment: {{A: {'x' * 131_070}}}}}", ["serve.environment: A=xxx", "131,072 characters"]),
+        (f"serve: {{extra_args: [--x, {'y' * 131_072}]}}", ["serve.extra_args: yyy", "takes 131,071 bytes"]),
+        ("serve: {environment: {PATH: ''}}", ["serve.environment: PATH= holds no `sh`", "write all of it"]),
+        (f"benchmark: {{sets: {{mine: {'a/' * 2500}}}}}", ["benchmark.sets.mine: no path: 5,000 characters, a/a/"]),
+        (
+            f"benchmark: {{drafts: {{mine: {'a' * 256}}}}}",
+            ["benchmark.drafts.mine: no path: 256", "255 of them between"],
+        ),
+        (f"target: {{model: {'a' * 5000}}}", ["target.model: no path: 5,000 characters"]),
+        ("target: " + "[" * 5000, ["params.yaml: not valid YAML: "]),
         ("benchmark: {concurrency: [1, 64]}", ["params.yaml: benchmark.concurrency goes up to 64"]),
     ],
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.common.break_even import measured_step_share
+from tasks.common.advice_reports import measured_step_share
 from tasks.common.params import Params
 from tasks.tune_server.candidates import Candidate, Shape
 from tasks.tune_server.options import Device
