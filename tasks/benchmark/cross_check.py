@@ -45,10 +45,17 @@ def main() -> None:
     with Server(plan) as server, RecordingProxy(server.url) as proxy:
         overlaps = not server.server_info().get("disable_overlap_schedule")
         runs: list[tuple[Load, list[Run]]] = []
-        for load in loads:
-            runs.append((load, _runs(server, proxy, plan, load, params)))
-            report = {"complete": len(runs) == len(loads)} | _report(runs, params, overlaps)
-            write_json(REPORT, report)
+        try:
+            for load in loads:
+                runs.append((load, _runs(server, proxy, plan, load, params)))
+                report = {"complete": len(runs) == len(loads)} | _report(runs, params, overlaps)
+                write_json(REPORT, report)
+        except BaseException as error:
+            if runs:
+                error.add_note(
+                    f"{REPORT} holds what was compared by then, {len(runs)} of {len(loads)} loads, marked as incomplete."
+                )
+            raise
     show(report)
 
 

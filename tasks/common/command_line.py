@@ -45,9 +45,14 @@ _KNOWN = (
 
 @dataclass(frozen=True)
 class CommandLine:
-    """Flags by name with their values; a later one replaces an earlier one, as argparse does it."""
+    """Flags by name with their values; a later one replaces an earlier one, as argparse does it.
+
+    Attributes:
+        said_in: where people wrote it, for errors.
+    """
 
     flags: dict[str, tuple[str, ...]]
+    said_in: str = "--plan"
 
     @classmethod
     def parse(cls, text: str) -> "CommandLine":
@@ -100,7 +105,7 @@ class CommandLine:
         try:
             return int(value)
         except ValueError:
-            raise DraftlineError(f"--plan: {name} is {value!r}, expected an integer.") from None
+            raise DraftlineError(f"{self.said_in}: {name} is {value!r}, expected an integer.") from None
 
 
 def _start(words: list[str]) -> int | None:

@@ -44,7 +44,7 @@ def replacing(path: Path) -> Iterator[Path]:
             raise DraftlineError(f"{path}: cannot be written: {os.strerror(number)}.") from None
         if full:
             raise DraftlineError(
-                f"{path}: cannot be written, the disk is full. Make room, then `dvc repro`: finished work is kept."
+                f"{path}: cannot be written, the disk is full. Make room, then run it again: finished stages are kept."
             ) from None
         raise
     partial.chmod(0o644)  # safetensors makes files that only the owner can read

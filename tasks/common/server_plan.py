@@ -240,6 +240,10 @@ def attention_backends(params: Params) -> tuple[str, ...]:
 def _extra_flags(params: Params, planned: tuple[Setting, ...]) -> list[Setting]:
     extras: list[Setting] = []
     for word in params.serve.extra_args:
+        if re.match("-[A-Za-z]", word):
+            raise DraftlineError(
+                f"{PARAMS}: serve.extra_args holds {word}; flags of SGLang's server begin with two dashes."
+            )
         if word.startswith("--"):
             name, equals, value = word.partition("=")
             extras.append(Setting(name, (value,) if equals else (), "serve.extra_args"))
@@ -253,7 +257,9 @@ def _extra_flags(params: Params, planned: tuple[Setting, ...]) -> list[Setting]:
         "which Draftline sets itself so that it can be checked. Change the parameter that it comes from "
         "(`python -m tasks.launch_server --print` names it)."
     )
-    refuse_flags(params, dict.fromkeys((*taken, *speculative), why))
+    refuse_flags(
+        params, dict.fromkeys((*taken, *speculative), why) | {"--help": "with which no server starts. Remove it."}
+    )
     return extras
 
 

@@ -16,7 +16,6 @@ from tasks.common.draft_checks.subject import Subject
 from tasks.common.draft_files import DraftFiles, read_config
 from tasks.common.draft_form import Draft, is_whole_model
 from tasks.common.errors import DraftlineError
-from tasks.common.files import read_json
 from tasks.common.params import PARAMS, Params
 from tasks.common.server_plan import ServerPlan, baseline_plan, flag, plan_over
 from tasks.common.target import TARGET, TargetShape, load_config, target_contract
@@ -71,10 +70,14 @@ def speculative_plan(
     if theirs:
         _require_theirs(plan, draft, theirs, known)
         return plan
-    record = draft / RECORD
     subject = _subject(plan, DraftFiles.open(draft), known, contract)
     _refuse(_checks(plan, subject), str(draft), ("error", "warning"))
-    Contract.model_validate(read_json(record)["contract"]).require_same(contract, str(record), "the target as served")
+    record, recorded = draft / RECORD, recorded_contract(draft)
+    if recorded is None:
+        raise DraftlineError(
+            f"{record}: not there. Export the draft again: `dvc repro --force --single-item export_draft`."
+        )
+    recorded.require_same(contract, str(record), "the target as served")
     return plan
 
 
@@ -183,4 +186,5 @@ def _described(check: Check) -> str:
 
 
 def _line(plan: ServerPlan) -> CommandLine:
-    return CommandLine.parse(shlex.join(plan.command("")))
+    line = CommandLine.parse(shlex.join(plan.command("")))
+    return replace(line, said_in=f"{PARAMS}: serve.extra_args")  # what Draftline says itself is checked

@@ -18,7 +18,10 @@ def test_a_full_disk_is_one_sentence_and_keeps_the_old_file(tmp_path, monkeypatc
     path = tmp_path / "state.pt"
     path.write_text("old")
     with (
-        pytest.raises(DraftlineError, match=r"state.pt: cannot be written, the disk is full"),
+        pytest.raises(
+            DraftlineError,
+            match=r"state.pt: cannot be written, the disk is full\. .*run it again: finished stages are kept",
+        ),
         replacing(path) as partial,
     ):
         partial.write_text("half of the n")

@@ -128,6 +128,50 @@ def test_extra_arguments_cannot_override_what_was_checked(make_plan, words):
         make_plan(serve=SERVE | {"extra_args": words})
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--tp-size", "2", "--hel"], ["-h"], ["--tp-size", "2", "-h"]])
+def test_a_server_that_would_print_its_flags_and_exit_is_not_planned(make_plan, words):
+    with pytest.raises(DraftlineError, match=rf"serve\.extra_args holds {words[-1]}[,;]"):
+        make_plan(serve=SERVE | {"extra_args": words})
+
+
+def test_a_flag_of_the_user_that_is_no_number_is_named_by_its_parameter(make_plan):
+    with pytest.raises(
+        DraftlineError, match=r"^params\.yaml: serve\.extra_args: --page-size is 'x', expected an integer"
+    ):
+        make_plan(serve=SERVE | {"extra_args": ["--page-size", "x"]})
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ("[]", "expected a JSON object, found list"),
+        ("{}", "holds no contract"),
+        ('{"contract": null}', "holds no contract"),
+        ('{"contract": {"x": 1}}', r"holds no contract \(architecture: is missing\)"),
+        ("[" * 9999, "not valid JSON"),
+    ],
+)
+def test_a_damaged_record_of_our_own_draft_is_named_with_the_fix(make_plan, tiny_params, record, said):
+    make_plan()
+    Path("artifacts/export/draftline.json").write_text(record)
+    with pytest.raises(DraftlineError, match=rf"artifacts/export/draftline\.json: .*{said}"):
+        speculative_plan(tiny_params(serve=SERVE, contract=AUX))
+
+
+def test_a_record_of_impossible_layers_is_named(make_plan):
+    with pytest.raises(
+        DraftlineError, match=r"draftline\.json: .*aux_layer_ids \[3, 1\]: must be distinct and ascending"
+    ):
+        make_plan(contract={"aux_layer_ids": [3, 1]})
+
+
+def test_an_export_without_its_record_is_refused(make_plan, tiny_params):
+    make_plan()
+    Path("artifacts/export/draftline.json").unlink()
+    with pytest.raises(DraftlineError, match=r"artifacts/export/draftline\.json: not there\. .*`dvc repro"):
+        speculative_plan(tiny_params(serve=SERVE, contract=AUX))
+
+
 @pytest.mark.parametrize("name", ["HF_HUB_OFFLINE", "SGLANG_USE_CPU_ENGINE", "PYTHONPATH", "MASTER_PORT"])
 def test_a_variable_that_the_plan_sets_itself_cannot_come_from_the_environment_of_params(make_plan, name):
     with pytest.raises(DraftlineError, match=f"serve.environment sets {name}, which is set by"):

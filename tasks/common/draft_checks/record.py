@@ -10,6 +10,7 @@ from tasks.common.contract import Contract
 from tasks.common.draft_checks.subject import Subject
 from tasks.common.draft_files import read_object
 from tasks.common.errors import DraftlineError
+from tasks.common.forms import fault
 
 RECORD = "draftline.json"
 
@@ -23,12 +24,15 @@ def recorded_contract(draft: Path) -> Contract | None:
     path = draft / RECORD
     if not path.is_file():
         return None
+    found = read_object(path).get("contract")
+    if not isinstance(found, dict):
+        raise DraftlineError(f"{path}: holds no contract. Export the draft again.")
     try:
-        return Contract.model_validate(read_object(path)["contract"])
-    except (KeyError, TypeError, ValidationError) as error:
-        raise DraftlineError(
-            f"{path}: holds no contract ({str(error).splitlines()[0]}). Export the draft again."
-        ) from None
+        return Contract.model_validate(found)
+    except ValidationError as error:
+        raise DraftlineError(f"{path}: holds no contract ({fault(error)}). Export the draft again.") from None
+    except DraftlineError as error:  # the layers
+        raise DraftlineError(f"{path}: {error}") from None
 
 
 def check_record(subject: Subject, recorded: dict[str, Any] | None, target_identity: dict[str, Any] | None) -> Check:
