@@ -145,8 +145,8 @@ def test_a_flag_of_the_user_that_is_no_number_is_named_by_its_parameter(make_pla
     ("record", "said"),
     [
         ("[]", "expected a JSON object, found list"),
-        ("{}", "holds no contract"),
-        ('{"contract": null}', "holds no contract"),
+        ("{}", r"holds no contract\. Export the draft again"),
+        ('{"contract": null}', r"holds no contract\. Export the draft again"),
         ('{"contract": {"x": 1}}', r"holds no contract \(architecture: is missing\)"),
         ("[" * 9999, "not valid JSON"),
     ],
