@@ -38,9 +38,9 @@ _EVERY_STEP = flag(
 
 
 def main() -> None:
-    require_tool()
     params = load_params()
     require_writable(REPORTS)
+    require_tool()
     loads, plan = _loads(params), speculative_plan(params).adding((_EVERY_STEP,))
     with Server(plan) as server, RecordingProxy(server.url) as proxy:
         overlaps = not server.server_info().get("disable_overlap_schedule")

@@ -27,10 +27,10 @@ def main(requests: list[int] | None) -> None:
     from tasks.profile_server.show import show
 
     params = load_params()
+    require_writable(REPORTS)
     asked = _requests(requests, params)
     plans = (baseline_plan(params), speculative_plan(params))
     prompts = _prompts()
-    require_writable(REPORTS)
     baseline, speculative = (profile(plan, prompts, asked) for plan in plans)
     found = report(baseline, speculative, params)
     write_json(REPORT, found)

@@ -35,8 +35,8 @@ def main(minutes: float, concurrency: int) -> None:
     from tasks.tune_server.show import show
 
     params = load_params()
-    _require_sensible(minutes, concurrency, params)
     require_writable(REPORTS)
+    _require_sensible(minutes, concurrency, params)
     questions, space = _questions(params, concurrency), _space(params, concurrency)
     budget = Budget(60 * minutes)
     with Fleet(params, budget) as fleet:

@@ -29,6 +29,11 @@ def started(deed: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
+def ended(command: list[str], folder: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_command_that_is_stopped_says_by_what_and_what_is_kept(number):
     process = started("print('up', flush=True); time.sleep(60)")
@@ -70,9 +75,7 @@ def test_a_defect_keeps_its_traceback():
 )
 def test_commands_fail_in_a_sentence(tmp_path, module, arguments):
     command = [sys.executable, "-m", module, *arguments]
-    run = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    run = ended(command, tmp_path)
     assert (
         run.stderr
         == f"{module.removeprefix('tasks.')} failed:\nparams.yaml: not there. Run from the repository's root, which holds it.\n"
@@ -80,14 +83,22 @@ def test_commands_fail_in_a_sentence(tmp_path, module, arguments):
     assert run.returncode == 1
 
 
+@pytest.mark.parametrize("module", ["tasks.tune_server", "tasks.profile_server", "tasks.benchmark.cross_check"])
+def test_a_command_whose_report_cannot_be_written_does_not_begin(tmp_path, module):
+    (tmp_path / "params.yaml").touch()
+    (tmp_path / "reports").touch()
+    run = ended([sys.executable, "-m", module], tmp_path)
+    assert run.returncode == 1
+    assert run.stderr == f"{module.rpartition('.')[2]} failed:\nreports: cannot be written: File exists.\n"
+
+
 def test_a_stage_whose_report_cannot_be_written_does_not_begin(tmp_path):
-    (tmp_path / "params.yaml").write_text("tracking: {uri: 'sqlite:///mlflow.db'}")
+    (tmp_path / "params.yaml").touch()
     (tmp_path / "reports").touch()
     stage = "from tasks.common.stage import run_stage; run_stage('verify_environment', lambda params, tracker: print('begun'))"
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    run = subprocess.run([sys.executable, "-c", stage], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    run = ended([sys.executable, "-c", stage], tmp_path)
     assert (run.returncode, run.stdout) == (1, "")
-    assert run.stderr.startswith("verify_environment failed:\nreports: cannot be written: ")
+    assert run.stderr == "verify_environment failed:\nreports: cannot be written: File exists.\n"
 
 
 @pytest.mark.parametrize(
