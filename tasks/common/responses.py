@@ -58,3 +58,21 @@ def read_responses(split: str, folder: Path = RESPONSES) -> Iterator[Response]:
             raise DraftlineError(
                 f"{path}:{number}: not a response record: {error}. Run `dvc repro regenerate_responses`."
             ) from None
+
+
+def require_heldout(asking: str) -> list[Response]:
+    """All held-out answers.
+
+    Args:
+        asking: who asks their prompts, for the message.
+
+    Raises:
+        DraftlineError: there are none, or they cannot be read.
+    """
+    found = list(read_responses("heldout"))
+    if not found:
+        raise DraftlineError(
+            f"{RESPONSES / 'heldout.jsonl'}: no held-out prompts, and {asking} asks them. Collect some "
+            f"(infra/docs/prompts.md), then `dvc repro regenerate_responses`."
+        )
+    return found

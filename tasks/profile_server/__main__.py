@@ -13,7 +13,7 @@ import argparse
 from tasks.common.errors import DraftlineError
 from tasks.common.files import REPORTS, require_writable, write_json
 from tasks.common.params import PARAMS, Params, load_params
-from tasks.common.responses import RESPONSES, read_responses
+from tasks.common.responses import require_heldout
 from tasks.common.server_plan import baseline_plan
 from tasks.common.speculative_plan import speculative_plan
 from tasks.common.stage import ending_in_words
@@ -29,27 +29,13 @@ def main(requests: list[int] | None) -> None:
     params = load_params()
     require_writable(REPORTS)
     asked = _requests(requests, params)
+    prompts = [response.prompt_token_ids for response in require_heldout("the profile")]
     plans = (baseline_plan(params), speculative_plan(params))
-    prompts = _prompts()
     baseline, speculative = (profile(plan, prompts, asked) for plan in plans)
     found = report(baseline, speculative, params)
     write_json(REPORT, found)
     show(found)
     print(f"{REPORT}: the same for programs; {TRACES}: the traces, for https://ui.perfetto.dev")
-
-
-def _prompts() -> list[list[int]]:
-    """
-    Raises:
-        DraftlineError: there are no held-out prompts, or they cannot be read.
-    """
-    prompts = [response.prompt_token_ids for response in read_responses("heldout")]
-    if not prompts:
-        raise DraftlineError(
-            f"{RESPONSES / 'heldout.jsonl'}: no held-out prompts, and the servers are to decode them. Collect some "
-            f"(infra/docs/prompts.md), then `dvc repro regenerate_responses`."
-        )
-    return prompts
 
 
 def _requests(asked: list[int] | None, params: Params) -> list[int]:

@@ -108,10 +108,10 @@ def _questions(params: Params, concurrency: int):
         DraftlineError: there are none that the servers' context holds, or their cache not so many at once.
     """
     from tasks.common.prompts import spread_over_domains
-    from tasks.common.responses import read_responses
+    from tasks.common.responses import require_heldout
     from tasks.common.traffic import Question
 
-    rows, serve, answer = list(read_responses("heldout")), params.serve, params.benchmark.max_new_tokens
+    rows, serve, answer = require_heldout("the tuner"), params.serve, params.benchmark.max_new_tokens
     spread = spread_over_domains(rows, len(rows))
     fitting = [row for row in spread if len(row.prompt_token_ids) + answer <= serve.context_length]
     if not fitting:

@@ -20,7 +20,7 @@ from tasks.common.server_plan import baseline_plan, flag
 from tasks.common.server_session import port_is_free
 from tasks.common.target import TARGET, target_contract
 from tasks.prepare_target.prepare import prepare_target
-from tasks.profile_server.__main__ import REPORT, _prompts, _requests
+from tasks.profile_server.__main__ import REPORT, _requests, main
 from tasks.profile_server.decoding import ProfiledServer, _tokens_that_last, step_ms
 from tasks.profile_server.profile import TRACES
 from tests.ports import free_port_pair
@@ -60,11 +60,13 @@ def test_no_request_at_all_is_refused():
 
 def test_without_held_out_prompts_nothing_is_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    Path("params.yaml").touch()
     write_jsonl(RESPONSES / "heldout.jsonl", [])
     with pytest.raises(
         DraftlineError, match=r"heldout\.jsonl: no held-out prompts, .* `dvc repro regenerate_responses`"
     ):
-        _prompts()
+        main(None)
+    assert not Path("logs").exists()
 
 
 @pytest.fixture(scope="module")

@@ -66,6 +66,13 @@ def test_questions_must_fit_into_the_servers(tmp_path, monkeypatch, serve, said)
         _questions(Params.model_validate({"serve": serve, "benchmark": {"concurrency": [1]}}), 2)
 
 
+def test_without_held_out_prompts_there_is_no_search(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_jsonl(RESPONSES / "heldout.jsonl", [])
+    with pytest.raises(DraftlineError, match=r"heldout\.jsonl: no held-out prompts, and the tuner asks them\."):
+        _questions(Params(), 1)
+
+
 EARLIER = ('{"of": "an earlier search"}', "serve: of an earlier search\n")
 
 
