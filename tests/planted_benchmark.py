@@ -1,26 +1,28 @@
 """The reports of a benchmark with planted figures: two prompts, 100 rounds, 150 correct drafts, one draft on one set."""
 
 import csv
+from importlib.metadata import version
 from typing import Any
 
-from tasks.common.files import REPORTS, write_json
+from tasks.common.files import REPORTS, sha256_json, write_json
 
 _FIELDS = "prompt domain repeat verify_rounds correct_drafts accept_length baseline_tokens_per_s speculative_tokens_per_s speedup first_difference"
 SETTINGS = {
-    "version": "0.5.23",
+    "version": version("sglang"),
     "steps": 3,
     "topk": 1,
     "draft_tokens": 4,
     "temperature": 0.0,
     "num_prompts": 16,
     "prompts": 2,
-    "prompts_sha256": "0" * 64,
+    "prompts_sha256": sha256_json(["chat-1", "chat-2"]),
     "target": "builtin",
     "sets": ["heldout"],
     "max_new_tokens": 48,
     "repeats": 3,
     "concurrency": [1],
     "temperatures": [0.0],
+    "device": "cpu",
     "dtype": "float32",
 }
 
@@ -32,6 +34,7 @@ def cell(**changes: Any) -> dict[str, Any]:
         "set": "heldout",
         "concurrency": 1,
         "temperature": 0.0,
+        "requests": 2,
         "repeats": 3,
         "accept_length": 2.5,
         "survival": [0.7, 0.5, 0.3],
@@ -72,7 +75,7 @@ def write_benchmark(parted: int | str = "", settings: dict[str, Any] | None = No
         "survival": [0.7, 0.5, 0.3],
         "by_domain": [{"domain": "chat", "accept_length": 2.5, "speedup": 1.5}],
         "by_context": [bucket("up to 128", 2.6), bucket("129 to 256", 2.4)],
-        "cells": [cell()],
+        "cells": [cell(**{name: changes[name] for name in ("speedup", "break_even_accept_length") if name in changes})],
         "settings": SETTINGS | (settings or {}),
     } | changes
     write_json(REPORTS / "benchmark.json", report)

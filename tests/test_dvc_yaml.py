@@ -36,6 +36,7 @@ PLUMBING = {
         "git",
         "params",
         "params_errors",
+        "params_texts",
         "progress",
         "stage",
         "tracking",

@@ -42,6 +42,8 @@ def fault(error: ValidationError) -> str:
     what = f"{place}: " if place else ""
     if kind == "missing":
         return f"{what}is missing"
+    if kind in ("model_type", "dict_type"):
+        return f"{what}a JSON object is expected (found {_cut(first['input'])})"
     if kind == "value_error":
         return what + first["msg"].removeprefix("Value error, ")
     return f"{what}{first['msg'].replace('Input should be', 'must be')} (found {_cut(first['input'])})"

@@ -9,14 +9,17 @@ from typing import Any
 
 import great_expectations.expectations as gxe
 import pandas as pd
+from pydantic import Field, ValidationError
 
-from tasks.common.files import REPORTS
+from tasks.common.errors import DraftlineError
+from tasks.common.forms import Form, fault
 from tasks.common.git import git
 from tasks.common.params import Gates
+from tasks.gates.benchmark_files import REPORT, CellKey, Length, headline_cells
 from tasks.gates.report import Comparison
 from tasks.gates.suite import Table, because, show
 
-_REPORT = (REPORTS / "benchmark.json").as_posix()
+_REPORT = REPORT.as_posix()
 # An acceptance length is a figure of these; of another set, or with other steps, it is another figure.
 _DEFINE = (
     "steps",
@@ -32,8 +35,32 @@ _DEFINE = (
 _ALL = "all questions"
 
 
+class _Speculative(Form):
+    accept_length: Length
+
+
+class _Cell(CellKey):
+    accept_length: Length
+
+
+class _Settings(Form):
+    concurrency: list[int] = Field(min_length=1)
+
+
+class _Accepted(Form):
+    """What is read of the report that is committed."""
+
+    speculative: _Speculative
+    cells: list[_Cell]
+    settings: _Settings
+
+
 def compare(report: dict[str, Any], gates: Gates) -> Comparison:
-    """With the report that is committed at git's HEAD; nothing is left to later runs, which read that file themselves."""
+    """With the report that is committed at git's HEAD; nothing is left to later runs, which read that file themselves.
+
+    Raises:
+        DraftlineError: the report that is committed is damaged.
+    """
     lengths = _lengths(report)
     earlier, against = _committed(report["settings"])
     if earlier is None:
@@ -41,17 +68,6 @@ def compare(report: dict[str, Any], gates: Gates) -> Comparison:
     shown = ("id", "accept_length", "accepted", "drop")
     table = Table("accepted report", "figure", _drops(lengths, earlier), drop_suite(gates), shown)
     return Comparison(f"{against}, acceptance length {show(earlier[_ALL])}", {}, {}, table)
-
-
-def headline_cells(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """A cell a set: our draft's, greedy, at the lowest concurrency. Pooled they are the report's headline."""
-    lowest = min(report["settings"]["concurrency"])
-    return [
-        cell
-        for cell in report["cells"]
-        if (cell["draft"], cell["concurrency"], cell["temperature"]) == ("speculative", lowest, 0)
-        and cell["set"] != "all"
-    ]
 
 
 def drop_suite(gates: Gates) -> list[gxe.Expectation]:
@@ -77,18 +93,37 @@ def drop_suite(gates: Gates) -> list[gxe.Expectation]:
 def _committed(settings: dict[str, Any]) -> tuple[dict[str, float] | None, str]:
     """Acceptance lengths of that report; None and why, where there is nothing that this one could be held against."""
     try:
-        earlier = json.loads(git("cat-file", "blob", f"HEAD:./{_REPORT}"))
-        lengths = _lengths(earlier)
-        then = earlier["settings"]
-        differing = [name for name in _DEFINE if _said(then[name]) != _said(settings[name])]
+        text = git("cat-file", "blob", f"HEAD:./{_REPORT}")
     except (OSError, CalledProcessError):
         return None, f"nothing: no {_REPORT} is committed"
-    except (ValueError, KeyError, TypeError):
+    except ValueError as error:
+        raise _damaged(f"not UTF-8 ({error})") from None
+    try:
+        earlier = json.loads(text)
+        _Accepted.model_validate(earlier)
+    except ValidationError as error:
+        if any(one["type"] != "missing" for one in error.errors()):
+            raise _damaged(fault(error)) from None
+        return None, f"nothing: the {_REPORT} committed is of another version"
+    except (ValueError, RecursionError) as error:
+        raise _damaged(f"not valid JSON ({error})") from None
+    then = earlier["settings"]
+    if any(name not in then for name in _DEFINE):
         return None, f"nothing: the {_REPORT} committed is of another version"
     commit = git("log", "-1", "--format=%h", "HEAD", "--", _REPORT)
+    differing = [name for name in _DEFINE if _said(then[name]) != _said(settings.get(name))]
     if differing:
         return None, f"nothing: commit {commit} has {', '.join(f'{name} {_said(then[name])}' for name in differing)}"
-    return lengths, f"commit {commit}"
+    return _lengths(earlier), f"commit {commit}"
+
+
+def _damaged(what: str) -> DraftlineError:
+    commit = git("log", "-1", "--format=%h", "HEAD", "--", _REPORT)
+    return DraftlineError(
+        f"{_REPORT} as commit {commit} has it: {what}. No acceptance length can be held against it. Accept this benchmark in its place: "
+        f"`git add {_REPORT}`, `git commit`, `dvc repro`. To be held against an earlier one: `git checkout COMMIT -- {_REPORT}`, "
+        f"`git commit`, and measure again. To be measured against nothing: `git rm --cached {_REPORT}`, `git commit`, `dvc repro`."
+    )
 
 
 def _lengths(report: dict[str, Any]) -> dict[str, float]:
@@ -112,4 +147,4 @@ def _drops(now: dict[str, float], accepted: dict[str, float]) -> pd.DataFrame:
 
 
 def _said(value: Any) -> str:
-    return ", ".join(sorted(value)) if isinstance(value, list) else str(value)
+    return ", ".join(sorted(map(str, value))) if isinstance(value, list) else str(value)

@@ -2,18 +2,20 @@
 that can be true."""
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from typing import Any
 
 import pandas as pd
 
-from tasks.common.errors import DraftlineError
-from tasks.common.files import REPORTS, read_json
+from tasks.common.files import sha256_json
 from tasks.common.params import Params
 from tasks.gates import benchmark_suite as suite
-from tasks.gates.accepted_benchmark import compare, headline_cells
-from tasks.gates.benchmark_cells import OURS, accept_length, cell_tables
-from tasks.gates.benchmark_suite import AGAIN, Severity
+from tasks.gates.accepted_benchmark import compare
+from tasks.gates.benchmark_cells import accept_length, cell_name, cell_tables
+from tasks.gates.benchmark_files import OURS, POOLED, headline_cell, headline_cells, read_answers, read_report
+from tasks.gates.benchmark_suite import Severity
 from tasks.gates.gate import Gate
 from tasks.gates.report import Histogram
 from tasks.gates.suite import Table, show
@@ -22,44 +24,40 @@ LEAD = (
     "After benchmark: the served draft is accepted as often as gates.min_accept_length asks, as training predicted and as in the "
     "last accepted report, the text is what the target writes alone, and no figure is better than it can be."
 )
-REPORT, PROMPTS = REPORTS / "benchmark.json", REPORTS / "benchmark_prompts.csv"
 # Of fewer rounds a bucket of context lengths is mostly chance.
 _MIN_ROUNDS = 50
 _COUNTS = ("correct_drafts", "verify_rounds")
+# Figures of the report that its table has too.
+_REPEATED = ("speedup", "break_even_accept_length")
 
 
 def build(params: Params) -> Gate:
     """Read reports/benchmark.json and benchmark_prompts.csv, and of git's HEAD the benchmark.json that was accepted.
 
     Raises:
-        DraftlineError: a report is absent, or benchmark.json lacks a figure.
+        DraftlineError: a report is absent or damaged; names file and field.
     """
-    report, prompts = read_json(REPORT), _prompts()
+    report, prompts = read_report(), _prompts()
     lossless: Severity = "critical" if params.target.dtype == "float32" else "warning"
-    try:
-        tables = _tables(report, prompts, params, lossless)
-        predicted = report["predicted_accept_length"]
-        figures = {
-            "acceptance length": report["speculative"]["accept_length"],
-            "predicted": "not compared: no held-out prompts were asked" if predicted is None else round(predicted, 4),
-            "speed-up, prefill included": report["speedup"],
-            "break-even acceptance length": report["break_even_accept_length"],
-            "tokens/s with draft, all repeats": report["speculative"]["tokens_per_s"],
-            "tokens/s without, all repeats": report["baseline"]["tokens_per_s"],
-        }
-        comparison = compare(report, params.gates)
-    except (KeyError, TypeError) as error:
-        raise DraftlineError(f"{REPORT}: {_absent(error)}. It was written by another version. {AGAIN}") from None
+    predicted = report["predicted_accept_length"]
+    figures = {
+        "acceptance length": report["speculative"]["accept_length"],
+        "predicted": "not compared: no held-out prompts were asked" if predicted is None else round(predicted, 4),
+        "speed-up, prefill included": report["speedup"],
+        "break-even acceptance length": report["break_even_accept_length"],
+        "tokens/s with draft, all repeats": report["speculative"]["tokens_per_s"],
+        "tokens/s without, all repeats": report["baseline"]["tokens_per_s"],
+    }
     lengths = [length for length in prompts["accept_length"].tolist() if not math.isnan(length)]
     least = {"gate": params.gates.min_accept_length}
     return Gate(
-        tables,
+        _tables(report, prompts, params, lossless),
         figures,
         histograms=[
             Histogram("Acceptance length an answer", lengths, "tokens a round", least),
             Histogram("Speed-up an answer", prompts["speedup"].tolist(), "times the plain server", {"even": 1.0}),
         ],
-        comparison=comparison,
+        comparison=compare(report, params.gates),
     )
 
 
@@ -92,7 +90,7 @@ def _tables(report: dict[str, Any], prompts: pd.DataFrame, params: Params, lossl
         Table(
             "settings",
             "setting",
-            _settings(report, params),
+            pd.DataFrame(_settings(report, prompts, params)),
             suite.setting_suite(),
             shown=("id", "measured", "expected"),
         ),
@@ -100,12 +98,10 @@ def _tables(report: dict[str, Any], prompts: pd.DataFrame, params: Params, lossl
 
 
 def _prompts() -> pd.DataFrame:
-    if not PROMPTS.exists():
-        raise DraftlineError(f"{PROMPTS}: not there. Run the stage that writes it: `dvc repro`.")
-    frame = pd.read_csv(PROMPTS)
+    frame = read_answers()
     parted = frame["first_difference"]
     return frame.assign(
-        id=frame["prompt"] + ", repeat " + frame["repeat"].astype(str),
+        id=[f"{prompt}, repeat {repeat:g}" for prompt, repeat in zip(frame["prompt"], frame["repeat"], strict=True)],
         identical=parted.isna(),
         detail=[
             f"in {domain}" + ("" if pd.isna(at) else f", parts at token {at:.0f}")
@@ -118,6 +114,7 @@ def _figures(report: dict[str, Any], prompts: pd.DataFrame) -> pd.DataFrame:
     speculative, predicted = report["speculative"], report["predicted_accept_length"]
     length, speedup = speculative["accept_length"], report["speedup"]
     counted = [speculative, {name: prompts[name].sum() for name in _COUNTS}, _sum(headline_cells(report))]
+    in_table = headline_cell(report)
     pooled = [accept_length(counts["correct_drafts"], counts["verify_rounds"]) for counts in counted]
     row = {
         "id": "all prompts",
@@ -126,6 +123,7 @@ def _figures(report: dict[str, Any], prompts: pd.DataFrame) -> pd.DataFrame:
         "accept_length": length,
         "accept_length_error": max(abs(length - other) for other in pooled),
         "survival_error": abs(1 + sum(report["survival"]) - length),
+        "table_error": max(abs(report[name] - in_table[name]) for name in _REPEATED),
         "speedup": speedup,
         "speedup_over_accept_length": speedup / length,
         "speedup_over_accept_length_terms": f"{show(speedup)} / {show(length)}",
@@ -156,7 +154,7 @@ def _survival(report: dict[str, Any]) -> pd.DataFrame:
 
 def _domains(report: dict[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(
-        {"id": row["domain"], "accept_length": row["accept_length"], "speedup": row.get("speedup")}
+        {"id": row["domain"], "accept_length": row["accept_length"], "speedup": row["speedup"]}
         for row in report["by_domain"]
     )
 
@@ -186,28 +184,45 @@ def _buckets(report: dict[str, Any]) -> pd.DataFrame:
     )
 
 
-def _settings(report: dict[str, Any], params: Params) -> pd.DataFrame:
+def _settings(report: dict[str, Any], prompts: pd.DataFrame, params: Params) -> Iterator[dict[str, str]]:
+    """Each setting as it was measured and as it is now, what the two files say of each other, and the cells that there must be."""
     asked, measured = params.benchmark, report["settings"]
     others = {cell["draft"] for cell in report["cells"]} - {OURS}
-    expected = {
-        "steps": params.serve.num_steps,
-        "topk": params.serve.eagle_topk,
-        "draft_tokens": params.serve.num_draft_tokens,
-        "num_prompts": asked.num_prompts,
-        "max_new_tokens": asked.max_new_tokens,
-        "repeats": asked.repeats,
-        "concurrency": list(asked.concurrency),
-        "temperatures": list(asked.temperatures),
-        "sets": sorted(asked.sets) or ["heldout"],
-        "drafts": sorted(asked.drafts),
-        "dtype": params.target.dtype,
+    pairs = {
+        "target": (measured.get("target"), params.target.model),
+        "device": (measured.get("device"), params.target.device),
+        "dtype": (measured.get("dtype"), params.target.dtype),
+        "version": (measured.get("version"), version("sglang")),
+        "steps": (measured.get("steps"), params.serve.num_steps),
+        "topk": (measured.get("topk"), params.serve.eagle_topk),
+        "draft_tokens": (measured.get("draft_tokens"), params.serve.num_draft_tokens),
+        "num_prompts": (measured.get("num_prompts"), asked.num_prompts),
+        "max_new_tokens": (measured.get("max_new_tokens"), asked.max_new_tokens),
+        "repeats": (measured.get("repeats"), asked.repeats),
+        "concurrency": (measured["concurrency"], list(asked.concurrency)),
+        "temperatures": (measured["temperatures"], list(asked.temperatures)),
+        "sets": (sorted(measured["sets"]), sorted(asked.sets) or ["heldout"]),
+        "drafts": (sorted(others), sorted(asked.drafts)),
+        "complete": (report.get("complete", True), True),
+        "prompts_sha256": (measured["prompts_sha256"], sha256_json(sorted(set(prompts["prompt"])))),
+        "answers": (headline_cell(report)["requests"], len(prompts)),
     }
-    found = measured | {"sets": sorted(measured["sets"]), "drafts": sorted(others)}
-    return pd.DataFrame(
-        {"id": name, "measured": str(found.get(name, "absent")), "expected": str(value)}
-        for name, value in expected.items()
-    )
+    for name, (found, expected) in pairs.items():
+        yield {"id": name, "measured": "absent" if found is None else str(found), "expected": str(expected)}
+    wanted, there = _cells_of(measured, (OURS, *others)), Counter(map(cell_name, report["cells"]))
+    yield {"id": "cells", "measured": str(there.total()), "expected": str(len(wanted))}
+    for name in sorted((wanted | there.keys()) - {name for name in wanted if there[name] == 1}):
+        yield {"id": f"cell {name}", "measured": f"{there[name]} times", "expected": f"{int(name in wanted)} times"}
 
 
-def _absent(error: Exception) -> str:
-    return f"no {error}" if isinstance(error, KeyError) else f"a figure is of another kind ({error})"
+def _cells_of(measured: dict[str, Any], drafts: Sequence[str]) -> set[str]:
+    """Names of the cells of these settings: every draft, set, concurrency and temperature, and several sets pooled."""
+    sets = [*measured["sets"], *([POOLED] if len(measured["sets"]) > 1 else [])]
+    return {
+        cell_name({"draft": draft, "set": of_set, "concurrency": concurrency, "temperature": temperature})
+        for draft in drafts
+        for of_set in sets
+        for temperature in measured["temperatures"]
+        for concurrency in measured["concurrency"]
+        if temperature == 0 or concurrency == min(measured["concurrency"])
+    }

@@ -7,10 +7,10 @@ import great_expectations.expectations as gxe
 import pandas as pd
 
 from tasks.common.params import Dtype
+from tasks.gates.benchmark_files import OURS
 from tasks.gates.benchmark_suite import AGAIN, MAX_SPEEDUP_OVER_ACCEPT_LENGTH, ROUNDING, Severity
 from tasks.gates.suite import Table, because, show
 
-OURS = "speculative"
 _SHOWN = (
     "id",
     "accept_length",
@@ -70,6 +70,14 @@ def cell_suite(severity: Severity, dtype: Dtype) -> list[gxe.Expectation]:
             ),
         ),
         gxe.ExpectColumnValuesToBeBetween(
+            column="break_even_accept_length",
+            min_value=0,
+            strict_min=True,
+            severity=severity,
+            description="Every cell's break-even acceptance length was measured",
+            meta=because("S9", "Without it nobody can say why a server is slower, or what is missing.", AGAIN),
+        ),
+        gxe.ExpectColumnValuesToBeBetween(
             column="passes",
             min_value=_MIN_PASSES,
             severity=severity,
@@ -120,6 +128,12 @@ def _text_suite(severity: Severity) -> list[gxe.Expectation]:
     ]
 
 
+def cell_name(cell: dict[str, Any]) -> str:
+    """'heldout, 4 at once, temperature 0' of ours, with the draft's name before it of another."""
+    whose = "" if cell["draft"] == OURS else f"{cell['draft']}: "
+    return f"{whose}{cell['set']}, {cell['concurrency']} at once, temperature {cell['temperature']:g}"
+
+
 def accept_length(correct: float, rounds: float) -> float:
     """As the contract defines it; infinite without a round, since a NaN would pass for a missing value."""
     return 1 + correct / rounds if rounds else math.inf
@@ -128,10 +142,9 @@ def accept_length(correct: float, rounds: float) -> float:
 def _row(cell: dict[str, Any]) -> dict[str, Any]:
     length, rounds, agreement = cell["accept_length"], cell["verify_rounds"], cell["agreement"]
     drafted, plain = cell["tokens_per_s"], cell["baseline_tokens_per_s"]
-    whose = "" if cell["draft"] == OURS else f"{cell['draft']}: "
     expected = (accept_length(cell["correct_drafts"], rounds), 1 + sum(cell["survival"]))
     return {
-        "id": f"{whose}{cell['set']}, {cell['concurrency']} at once, temperature {cell['temperature']:g}",
+        "id": cell_name(cell),
         "verify_rounds": rounds,
         "accept_length": length,
         "accept_length_error": max(abs(length - other) for other in expected),

@@ -71,6 +71,15 @@ def figure_suite(gates: Gates, lossless: Severity, *, predicted: bool) -> list[g
             ),
         ),
         gxe.ExpectColumnValuesToBeBetween(
+            column="table_error",
+            max_value=ROUNDING,
+            severity="critical",
+            description="Speed-up and break-even acceptance length are those of the table",
+            meta=because(
+                "S5", "Two figures of one measurement that disagree: one of them is another measurement's.", AGAIN
+            ),
+        ),
+        gxe.ExpectColumnValuesToBeBetween(
             column="speedup",
             min_value=0,
             strict_min=True,
@@ -212,15 +221,15 @@ def bucket_suite() -> list[gxe.Expectation]:
 
 
 def setting_suite() -> list[gxe.Expectation]:
-    """What must hold of each setting."""
+    """What must hold of each setting, and of each cell that there must be."""
     return [
         gxe.ExpectColumnPairValuesToBeEqual(
             column_A="measured",
             column_B="expected",
             severity="critical",
-            description="The figures were measured with the settings of params.yaml",
+            description="The figures were measured with the settings of params.yaml, in every cell once",
             meta=because(
-                "S5", "An acceptance length without its steps, top-k and draft tokens compares with nothing.", AGAIN
+                "S5", "A figure of other settings, or of half a measurement, says nothing of this draft.", AGAIN
             ),
         )
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from tasks.common.errors import DraftlineError
 from tasks.common.tracking import Tracker
-from tasks.gates.report import Comparison, Histogram, Report, write_report
+from tasks.gates.report import GATES, Comparison, Histogram, Report, write_report
 from tasks.gates.suite import Finding, Judgement, Table, judge
 
 
@@ -34,6 +34,8 @@ def run_gate(name: str, lead: str, build: Callable[[], Gate], tracker: Tracker) 
         DraftlineError: an input cannot be read, or a critical expectation failed; names gate, expectations,
             samples and the fix.
     """
+    for kind in ("json", "html"):  # what ends this gate without a verdict leaves no earlier one in its place
+        (GATES / f"{name}.{kind}").unlink(missing_ok=True)
     unreadable = ""
     try:
         gate = build()

@@ -71,7 +71,7 @@ def changed(report: dict, place: str, value: object) -> str:
         ("tuned.json", json.dumps(TUNED)[:40], "not valid JSON"),
         ("tuned.json", "", "not valid JSON"),
         ("tuned.json", "[" * 100_000, "not valid JSON"),
-        *(("tuned.json", text, "must be a valid dictionary") for text in ("null", "[]", "3")),
+        *(("tuned.json", text, "a JSON object is expected") for text in ("null", "[]", "3")),
         *(("tuned.json", changed(TUNED, "settings", value), "settings: ") for value in (None, [])),
         *(("tuned.json", changed(TUNED, "round_time", value), "round_time: ") for value in ("2.5", [2.5, 0.5])),
         *(
@@ -79,7 +79,7 @@ def changed(report: dict, place: str, value: object) -> str:
             for value in (None, "2.5", -1.0, float("nan"), float("inf"))
         ),
         ("tuned.json", changed(TUNED, "round_time", {"fixed_ms": 0.0, "step_ms": 0.0}), "more than no time"),
-        ("profile.json", "[]", "must be a valid dictionary"),
+        ("profile.json", "[]", "a JSON object is expected"),
         *(("profile.json", changed(PROFILED, "by_requests", value), "by_requests") for value in (None, [1])),
         ("profile.json", changed(PROFILED, "by_requests", [{"requests": 4}]), "by_requests.0.round: is missing"),
         ("profile.json", changed(PROFILED, "by_requests.0.round.draft_passes", -1), "draft_passes: "),

@@ -9,6 +9,7 @@ import pytest
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_jsonl
 from tasks.common.params import Params
+from tests.planted_benchmark import SETTINGS
 from tests.silent_tracker import SilentTracker
 
 
@@ -100,6 +101,16 @@ def judge(params, tracker):
         return Verdict(read_json(GATES / f"{name}.json"), error, (GATES / f"{name}.html").read_text())
 
     return judge_gate
+
+
+@pytest.fixture
+def judge_benchmark(judge):
+    """`judge_benchmark(gates={...})`: the verdict on what tests/planted_benchmark.py plants, of the built-in target."""
+
+    def judged(**sections) -> Verdict:
+        return judge("benchmark", target={"model": SETTINGS["target"]} | sections.pop("target", {}), **sections)
+
+    return judged
 
 
 def _merged(sections: dict, changes: dict) -> dict:

@@ -2,10 +2,12 @@
 
 import pytest
 
+from tasks.gates.benchmark_files import PROMPTS, REPORT
+from tasks.gates.report import GATES
 from tests.planted_benchmark import SETTINGS, bucket, cell, pooled, write_benchmark
 
 FALLS = "Longer contexts keep 50% of the shortest contexts' acceptance length above 1"
-SETTING = "The figures were measured with the settings of params.yaml"
+SETTING = "The figures were measured with the settings of params.yaml, in every cell once"
 
 
 @pytest.fixture
@@ -15,9 +17,9 @@ def write(tmp_path, monkeypatch):
     return write_benchmark
 
 
-def test_a_sound_benchmark_passes(write, judge):
+def test_a_sound_benchmark_passes(write, judge_benchmark):
     write()
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert verdict.error == ""
     assert verdict.outcome("warned") == []
 
@@ -30,25 +32,30 @@ def test_a_sound_benchmark_passes(write, judge):
         ({"survival": [0.5, 0.7, 0.3]}, "Survival never rises with the position"),
         ({"survival": [0.7, 0.5, 0.2]}, "Survival over the positions sums to acceptance length - 1"),
         ({"break_even_accept_length": 0}, "The break-even acceptance length was measured"),
+        ({"cells": [cell(speedup=1.4)]}, "Speed-up and break-even acceptance length are those of the table"),
+        (
+            {"cells": [cell(break_even_accept_length=1e9)]},
+            "Speed-up and break-even acceptance length are those of the table",
+        ),
     ],
 )
-def test_a_figure_that_cannot_be_is_named(write, judge, changes, sentence):
+def test_a_figure_that_cannot_be_is_named(write, judge_benchmark, changes, sentence):
     write(**changes)
-    assert sentence in judge("benchmark").outcome("failed")
+    assert sentence in judge_benchmark().outcome("failed")
 
 
-def test_a_ratio_is_found_with_the_figures_that_it_is_of(write, judge):
+def test_a_ratio_is_found_with_the_figures_that_it_is_of(write, judge_benchmark):
     write(predicted_accept_length=2.156093489148581)
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert verdict.findings["Speed-up / acceptance length is at most 1.05"]["observed"] == "0.6 = 1.5 / 2.5"
     prediction = verdict.findings["Served acceptance length is within 10% of the prediction"]
     assert prediction["observed"] == "0.1595 = |2.5 / 2.156 - 1|"
     assert "2.1560" not in verdict.page.replace("2.1561", "")
 
 
-def test_a_warning_says_in_the_terminal_what_was_expected_and_found(write, judge, capsys):
+def test_a_warning_says_in_the_terminal_what_was_expected_and_found(write, judge_benchmark, capsys):
     write(predicted_accept_length=2.2)
-    judge("benchmark")
+    judge_benchmark()
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "warning, not met: Served acceptance length is within 10% of the prediction: expected ≤ 0.1, "
@@ -56,16 +63,16 @@ def test_a_warning_says_in_the_terminal_what_was_expected_and_found(write, judge
     ) in said
 
 
-def test_acceptance_below_the_limit_fails(write, judge):
+def test_acceptance_below_the_limit_fails(write, judge_benchmark):
     write()
-    verdict = judge("benchmark", gates={"min_accept_length": 2.6})
+    verdict = judge_benchmark(gates={"min_accept_length": 2.6})
     assert verdict.outcome("failed") == ["Acceptance length is at least gates.min_accept_length"]
     assert "expected ≥ 2.6" in verdict.error
 
 
-def test_acceptance_without_speculation_fails(write, judge):
+def test_acceptance_without_speculation_fails(write, judge_benchmark):
     write(speculative=pooled(accept_length=1.0, verify_rounds=0, correct_drafts=0))
-    assert "The server verified drafts" in judge("benchmark").outcome("failed")
+    assert "The server verified drafts" in judge_benchmark().outcome("failed")
 
 
 @pytest.mark.parametrize(
@@ -75,24 +82,27 @@ def test_acceptance_without_speculation_fails(write, judge):
         {"cells": [cell(accept_length=2.25, correct_drafts=125, survival=[0.6, 0.4, 0.25])]},
     ],
 )
-def test_acceptance_of_another_definition_or_measurement_fails(write, judge, changes):
+def test_acceptance_of_another_definition_or_measurement_fails(write, judge_benchmark, changes):
     write(**changes)
-    (sentence,) = judge("benchmark").outcome("failed")
+    (sentence,) = judge_benchmark().outcome("failed")
     assert sentence.startswith("Acceptance length is 1 + correct drafts / rounds")
 
 
-def test_the_headline_is_of_our_draft_greedy_at_the_lowest_concurrency_over_every_set(write, judge):
+def test_the_headline_is_of_our_draft_greedy_at_the_lowest_concurrency_over_every_set(write, judge_benchmark):
     counts = {"verify_rounds": 50, "survival": [0.9, 0.8, 0.7]}
     sets = [
         cell(set="math", correct_drafts=120, accept_length=3.4, **counts),
         cell(set="code", correct_drafts=30, accept_length=1.6, verify_rounds=50, survival=[0.3, 0.2, 0.1]),
     ]
     elsewhere = [
-        cell(set="math", concurrency=4, accept_length=2.0, correct_drafts=100, survival=[0.5, 0.3, 0.2]),
+        *(
+            cell(set=name, concurrency=4, accept_length=2.0, correct_drafts=100, survival=[0.5, 0.3, 0.2])
+            for name in ("math", "code", "all")
+        ),
         cell(set="all"),
     ]
     write(cells=[*sets, *elsewhere], settings={"sets": ["math", "code"], "concurrency": [1, 4]})
-    verdict = judge("benchmark", serve={"max_running_requests": 4}, benchmark=asked(("math", "code"), (1, 4)))
+    verdict = judge_benchmark(serve={"max_running_requests": 4}, benchmark=asked(("math", "code"), (1, 4)))
     assert verdict.error == ""
 
 
@@ -100,45 +110,48 @@ def asked(sets, concurrency=(1,)) -> dict:
     return {"sets": {name: f"{name}.jsonl" for name in sets}, "concurrency": concurrency}
 
 
-def test_a_gap_to_the_prediction_is_first_a_warning(write, judge):
+def test_a_gap_to_the_prediction_is_first_a_warning(write, judge_benchmark):
     write(predicted_accept_length=2.2)
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert verdict.error == ""
     assert verdict.outcome("warned") == ["Served acceptance length is within 10% of the prediction"]
 
 
-def test_where_no_heldout_prompts_were_asked_nothing_is_compared_with_the_prediction_and_the_page_says_so(write, judge):
+def test_where_no_heldout_prompts_were_asked_nothing_is_compared_with_the_prediction_and_the_page_says_so(
+    write, judge_benchmark
+):
     write(predicted_accept_length=None, cells=[cell(set="math")], settings={"sets": ["math"]})
-    verdict = judge("benchmark", benchmark=asked(["math"]))
+    verdict = judge_benchmark(benchmark=asked(["math"]))
     assert verdict.error == ""
     assert not [sentence for sentence in verdict.findings if "prediction" in sentence]
     assert "not compared: no held-out prompts were asked" in verdict.page
 
 
-def test_a_server_that_is_slower_is_a_warning(write, judge):
+def test_a_server_that_is_slower_is_a_warning(write, judge_benchmark):
     write(speedup=0.9, break_even_accept_length=2.8)
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert verdict.error == ""
-    assert verdict.outcome("warned") == ["The server is faster with the draft than without"]
+    faster = "The server is faster with the draft than without"
+    assert verdict.outcome("warned") == [faster, f"{faster} in every cell"]
 
 
-def test_text_that_differs_names_the_prompt_and_fails_in_float32(write, judge):
+def test_text_that_differs_names_the_prompt_and_fails_in_float32(write, judge_benchmark):
     write(parted=3, lossless=False)
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert verdict.samples("The text with the draft is the plain greedy text") == ["chat-2, repeat 0"]
     assert "parts at token 3" in verdict.error
 
 
-def test_text_that_differs_is_a_warning_in_half_precision(write, judge):
+def test_text_that_differs_is_a_warning_in_half_precision(write, judge_benchmark):
     write(parted=3, lossless=False, settings={"dtype": "bfloat16"})
-    verdict = judge("benchmark", target={"dtype": "bfloat16"})
+    verdict = judge_benchmark(target={"dtype": "bfloat16"})
     assert verdict.error == ""
     assert "The text with the draft is the plain greedy text" in verdict.outcome("warned")
 
 
-def test_acceptance_that_falls_with_the_context_warns_and_names_the_bucket(write, judge):
+def test_acceptance_that_falls_with_the_context_warns_and_names_the_bucket(write, judge_benchmark):
     write(by_context=[bucket("up to 128", 2.6), bucket("129 to 256", 1.81), bucket("257 to 512", 1.79)])
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert verdict.error == ""
     assert verdict.outcome("warned") == [FALLS]
     [sample] = verdict.findings[FALLS]["samples"]
@@ -154,12 +167,12 @@ def test_acceptance_that_falls_with_the_context_warns_and_names_the_bucket(write
         [bucket("up to 128", 1.0), bucket("129 to 256", 1.0)],
     ],
 )
-def test_a_bucket_of_few_rounds_or_without_anything_to_lose_is_not_judged(write, judge, buckets):
+def test_a_bucket_of_few_rounds_or_without_anything_to_lose_is_not_judged(write, judge_benchmark, buckets):
     write(by_context=buckets)
-    assert FALLS not in judge("benchmark").outcome("warned")
+    assert FALLS not in judge_benchmark().outcome("warned")
 
 
-def test_figures_measured_with_other_settings_fail_and_each_is_named(write, judge):
+def test_figures_measured_with_other_settings_fail_and_each_is_named(write, judge_benchmark):
     write()
     other = {
         "num_prompts": 5,
@@ -170,29 +183,183 @@ def test_figures_measured_with_other_settings_fail_and_each_is_named(write, judg
         "sets": {"math": "math.jsonl"},
         "drafts": {"theirs": "someone/draft"},
     }
-    verdict = judge("benchmark", benchmark=other, target={"dtype": "bfloat16"})
+    verdict = judge_benchmark(benchmark=other, target={"dtype": "bfloat16"})
     assert verdict.outcome("failed") == [SETTING]
-    assert verdict.samples(SETTING) == [*other, "dtype"]
-
-
-def test_another_draft_length_fails(write, judge):
-    write(settings={"steps": 2, "draft_tokens": 3})
-    assert judge("benchmark").samples(SETTING) == ["steps", "draft_tokens"]
+    assert verdict.samples(SETTING) == ["dtype", *other]
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("settings", "named"),
     [
-        {"speculative": {"accept_length": 2.5}},
-        {"cells": [{"draft": "speculative"}]},
-        {"by_context": None},
-        {"settings": {"sets": None}},
+        ({"steps": 2, "draft_tokens": 3}, ["steps", "draft_tokens"]),
+        ({"target": "another"}, ["target"]),
+        ({"device": "cuda"}, ["device"]),
+        ({"version": "0.5.16"}, ["version"]),
+        ({"prompts_sha256": "0" * 64}, ["prompts_sha256"]),
     ],
 )
-def test_a_report_of_another_version_is_unreadable(write, judge, changes):
+def test_a_report_of_another_target_machine_engine_or_draft_length_fails(write, judge_benchmark, settings, named):
+    write(settings=settings)
+    assert judge_benchmark().samples(SETTING) == named
+
+
+def test_a_report_that_says_that_it_is_not_complete_fails(write, judge_benchmark):
+    write(complete=False)
+    assert judge_benchmark().samples(SETTING) == ["complete"]
+
+
+def test_a_lost_answer_is_found(write, judge_benchmark):
+    write(cells=[cell(requests=3)])
+    assert judge_benchmark().samples(SETTING) == ["answers"]
+
+
+TWO = {"concurrency": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("cells", "named"),
+    [
+        ([cell()], {"cells": "3", "cell heldout, 2 at once, temperature 0": "0 times"}),
+        ([cell(), *[cell(concurrency=2)] * 2], {"cells": "3", "cell heldout, 2 at once, temperature 0": "2 times"}),
+        (
+            [cell(), *(cell(concurrency=users) for users in (2, 999))],
+            {"cells": "3", "cell heldout, 999 at once, temperature 0": "1 times"},
+        ),
+        (
+            [cell(), cell(concurrency=2, set="math")],
+            {"cell heldout, 2 at once, temperature 0": "0 times", "cell math, 2 at once, temperature 0": "1 times"},
+        ),
+        (
+            [cell(), cell(concurrency=2), cell(concurrency=2, temperature=1.0)],
+            {"cell heldout, 2 at once, temperature 1": "1 times"},
+        ),
+    ],
+)
+def test_every_cell_is_there_once_and_no_other(write, judge_benchmark, cells, named):
+    write(cells=cells, settings=TWO)
+    verdict = judge_benchmark(benchmark=TWO)
+    assert verdict.outcome("failed") == [SETTING]
+    assert {name for name in named if name.startswith("cell ")} == {
+        name for name in verdict.samples(SETTING) if name != "cells"
+    }
+    for name, times in named.items():
+        if name != "cells":
+            assert f"{name}: measured {times}" in verdict.error
+
+
+def test_a_draft_that_lacks_a_cell_is_named(write, judge_benchmark):
+    write(cells=[cell(), cell(concurrency=2), cell(draft="theirs")], settings=TWO)
+    verdict = judge_benchmark(benchmark=TWO | {"drafts": {"theirs": "someone/draft"}})
+    assert verdict.samples(SETTING) == ["cells", "cell theirs: heldout, 2 at once, temperature 0"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"speculative": {"accept_length": 2.5}}, "speculative.tokens_per_s: is missing"),
+        ({"cells": [{"draft": "speculative"}]}, "cells.0.set: is missing"),
+        ({"by_context": None}, "by_context: must be a valid list (found None)"),
+        ({"settings": {"sets": None}}, "settings.sets: must be a valid list"),
+        ({"settings": {"concurrency": []}}, "settings.concurrency: "),
+        ({"speculative": pooled(accept_length=0)}, "speculative.accept_length: must be greater than or equal to 1"),
+        ({"speedup": "1.5"}, "speedup: must be a valid number (found '1.5')"),
+        ({"survival": []}, "survival: "),
+        ({"cells": []}, "cells: none of draft 'speculative', greedy, at 1 at once"),
+        ({"cells": [cell(draft="theirs")]}, "cells: none of draft 'speculative'"),
+        ({"cells": [cell(accept_length=0)]}, "cells.0.accept_length: must be greater than or equal to 1"),
+        ({"cells": [cell(temperature="0")]}, "cells.0.temperature: must be a valid number"),
+        ({"cells": [cell(set=None)]}, "cells.0.set: must be a valid string (found None)"),
+        ({"cells": [cell(break_even_accept_length=None)]}, "cells.0.break_even_accept_length: must be a valid number"),
+        ({"cells": [cell(tokens_per_s={"pooled": 15.0})]}, "cells.0.tokens_per_s.median: is missing"),
+    ],
+)
+def test_a_damaged_report_is_one_sentence_that_names_file_and_field(write, judge_benchmark, changes, field):
     write(**changes)
-    assert "nothing was judged" in judge("benchmark").error
-    assert "written by another version" in judge("benchmark").error
+    refuses(judge_benchmark(), f"reports/benchmark.json: {field}")
+
+
+def refuses(verdict, words: str) -> None:
+    assert "nothing was judged" in verdict.error
+    assert words in verdict.error and "Measure again: `dvc repro" in verdict.error
+    assert not verdict.report["passed"]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        (
+            '"survival": [\n        0.7',
+            '"survival": [\n        NaN',
+            "cells.0.survival.0: must be a finite number (found nan)",
+        ),
+        ('"speedup": 1.5', '"speedup": Infinity', "speedup: must be a finite number (found inf)"),
+    ],
+)
+def test_a_figure_that_is_not_finite_is_named(write, judge_benchmark, old, new, field):
+    write()
+    text = REPORT.read_text()
+    assert old in text
+    REPORT.write_text(text.replace(old, new))
+    refuses(judge_benchmark(), field)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[]", b"[" * 100_000, b'{"speculative": '])
+def test_a_report_that_is_none_is_refused(write, judge_benchmark, content):
+    write()
+    assert judge_benchmark().error == ""
+    REPORT.write_bytes(content)
+    refuses(judge_benchmark(), "reports/benchmark.json: ")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (None, b"", "reports/benchmark_prompts.csv: no CSV file (No columns to parse from file)"),
+        (None, b"\xff\xfe\x00", "reports/benchmark_prompts.csv: no CSV file ("),
+        (b"domain", b"field", "reports/benchmark_prompts.csv: column domain is missing"),
+        (b"chat-1,", b",", "reports/benchmark_prompts.csv:2: column prompt: a text is expected, found ''"),
+        (b",15,1.5,", b",15,,", "reports/benchmark_prompts.csv:2: column speedup: a number is expected, found ''"),
+        (b",15,1.5,", b",15,x,", "reports/benchmark_prompts.csv:2: column speedup: a number is expected, found 'x'"),
+        (b",15,1.5,", b",inf,1.5,", "column speculative_tokens_per_s: a number is expected, found 'inf'"),
+        (b",2.5,10,", b",long,10,", "column accept_length: a number is expected, found 'long'"),
+        (b",10,15,1.5,\r\n", b"\r\n", "reports/benchmark_prompts.csv:2: column baseline_tokens_per_s: a number"),
+    ],
+)
+def test_a_damaged_table_of_answers_is_one_sentence_that_names_line_and_column(write, judge_benchmark, old, new, words):
+    write()
+    assert judge_benchmark().report["passed"]
+    content = PROMPTS.read_bytes()
+    assert old is None or old in content
+    PROMPTS.write_bytes(new if old is None else content.replace(old, new))
+    refuses(judge_benchmark(), words)
+
+
+def test_a_table_without_an_answer_fails(write, judge_benchmark):
+    write()
+    PROMPTS.write_bytes(PROMPTS.read_bytes().splitlines(keepends=True)[0])
+    verdict = judge_benchmark()
+    assert "There is at least one answer" in verdict.outcome("failed")
+
+
+def test_a_folder_in_a_files_place_and_a_file_that_is_not_there_are_sentences(write, judge_benchmark):
+    write()
+    PROMPTS.unlink()
+    assert "reports/benchmark_prompts.csv: not there" in judge_benchmark().error
+    PROMPTS.mkdir()
+    assert "reports/benchmark_prompts.csv: cannot be read: Is a directory" in judge_benchmark().error
+
+
+def test_a_gate_that_breaks_off_leaves_no_earlier_verdict(write, judge_benchmark, monkeypatch):
+    write()
+    assert judge_benchmark().report["passed"]
+
+    def breaks_off(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tasks.gates.gate.judge", breaks_off)
+    with pytest.raises(KeyboardInterrupt):
+        judge_benchmark()
+    assert list(GATES.iterdir()) == []
 
 
 def test_planted_settings_are_those_of_the_default_parameters(params):

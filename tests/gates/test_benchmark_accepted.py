@@ -1,5 +1,6 @@
 """A benchmark against the last one that was accepted, in a real repository."""
 
+import json
 import re
 import subprocess
 
@@ -68,53 +69,53 @@ def repository(tmp_path, monkeypatch):
     git("init")
 
 
-def test_a_first_benchmark_is_held_against_nothing(judge):
+def test_a_first_benchmark_is_held_against_nothing(judge_benchmark):
     write()
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert (verdict.error, held_against(verdict)) == ("", NOTHING)
 
 
-def test_the_page_names_the_report_that_was_compared_with(judge):
+def test_the_page_names_the_report_that_was_compared_with(judge_benchmark):
     write()
     commit = accept()
     git("commit", "--allow-empty", "--message", "something else")
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert (verdict.error, held_against(verdict)) == ("", f"commit {commit}, acceptance length 2.5")
     assert NO_LOWER in verdict.page
 
 
-def test_a_fall_beyond_the_limit_fails_with_both_figures_and_how_to_accept_it(judge):
+def test_a_fall_beyond_the_limit_fails_with_both_figures_and_how_to_accept_it(judge_benchmark):
     write(correct=150)
     accept()
     write(correct=137)  # 2.37 of 2.5: 5.2 % less
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert verdict.outcome("failed") == [NO_LOWER]
     assert "all questions: drop 0.052; 2.37, was 2.5" in verdict.error
     assert "accept it: `git add reports/benchmark.json`, `git commit`, `dvc repro`" in verdict.error
     assert "measured against nothing: `git rm --cached reports/benchmark.json`" in verdict.error
 
 
-def test_a_fall_within_the_limit_passes_and_the_limit_is_the_parameters(judge):
+def test_a_fall_within_the_limit_passes_and_the_limit_is_the_parameters(judge_benchmark):
     write(correct=150)
     accept()
     write(correct=138)  # 2.38 of 2.5: 4.8 % less
-    assert judge("benchmark").error == ""
-    assert judge("benchmark", gates={"max_accept_length_drop": 0.04}).outcome("failed") == [NO_LOWER]
+    assert judge_benchmark().error == ""
+    assert judge_benchmark(gates={"max_accept_length_drop": 0.04}).outcome("failed") == [NO_LOWER]
 
 
-def test_a_rise_passes(judge):
+def test_a_rise_passes(judge_benchmark):
     write(correct=100)
     accept()
     write(correct=150)
-    assert judge("benchmark").error == ""
+    assert judge_benchmark().error == ""
 
 
-def test_a_set_that_falls_is_named_though_all_together_do_not(judge):
+def test_a_set_that_falls_is_named_though_all_together_do_not(judge_benchmark):
     sets = ("code", "math")
     write_sets({"code": 100, "math": 200})
     accept()
     write_sets({"code": 85, "math": 215})
-    verdict = judge("benchmark", benchmark={"sets": {name: f"{name}.jsonl" for name in sets}})
+    verdict = judge_benchmark(benchmark={"sets": {name: f"{name}.jsonl" for name in sets}})
     assert verdict.outcome("failed") == [NO_LOWER]
     assert verdict.samples(NO_LOWER) == ["code"]
 
@@ -128,25 +129,25 @@ def test_all_questions_and_each_set_are_compared_once():
     assert list(compare(read_json(REPORT), Gates()).table.frame["id"]) == ["all questions"]
 
 
-def test_a_lower_report_that_is_committed_is_the_new_measure(judge):
+def test_a_lower_report_that_is_committed_is_the_new_measure(judge_benchmark):
     write(correct=150)
     accept()
     write(correct=100)
-    assert judge("benchmark").outcome("failed") == [NO_LOWER]
+    assert judge_benchmark().outcome("failed") == [NO_LOWER]
     git("add", REPORT.as_posix())
-    assert judge("benchmark").outcome("failed") == [NO_LOWER]  # staged is not committed
+    assert judge_benchmark().outcome("failed") == [NO_LOWER]  # staged is not committed
     commit = accept()
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert (verdict.error, held_against(verdict)) == ("", f"commit {commit}, acceptance length 2")
 
 
-def test_a_report_that_is_forgotten_is_no_measure(judge):
+def test_a_report_that_is_forgotten_is_no_measure(judge_benchmark):
     write(correct=150)
     accept()
     write(correct=100)
     git("rm", "--cached", REPORT.as_posix())
     git("commit", "--message", "another model")
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert (verdict.error, held_against(verdict)) == ("", NOTHING)
 
 
@@ -172,46 +173,86 @@ def test_an_acceptance_length_of_other_settings_is_not_compared(settings, said):
     assert (compared.against, compared.table) == (f"nothing: commit {commit} {said}", None)
 
 
-def test_that_it_was_not_compared_stands_on_the_page(judge):
+def test_that_it_was_not_compared_stands_on_the_page(judge_benchmark):
     write(correct=290, steps=5)
     commit = accept()
     write(correct=100)
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert (verdict.error, held_against(verdict)) == ("", f"nothing: commit {commit} has steps 5")
 
 
-def test_a_report_of_another_version_is_no_measure():
-    for report in ([], {"speculative": {"accept_length": 2.9}}, {"settings": None, "cells": []}):
-        write_json(REPORT, report)
-        accept()
-        write()
-        against = compare(read_json(REPORT), Gates()).against
-        assert against == "nothing: the reports/benchmark.json committed is of another version"
-
-
-def test_what_later_stages_read_says_nothing_of_git_while_the_gate_passes(judge):
-    write()
-    before = judge("benchmark").report
+@pytest.mark.parametrize(
+    "report", [{"speculative": {"accept_length": 2.9}}, {"settings": {"concurrency": [1]}, "cells": []}]
+)
+def test_a_report_of_an_older_version_is_no_measure(report):
+    write_json(REPORT, report)
     accept()
-    assert judge("benchmark").report == before
+    write()
+    assert (
+        compare(read_json(REPORT), Gates()).against
+        == "nothing: the reports/benchmark.json committed is of another version"
+    )
 
 
-def test_without_git_there_is_nothing_to_compare_with(judge, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda text: "", "not valid JSON"),
+        (lambda text: text[:200], "not valid JSON"),
+        (lambda text: "<<<<<<< HEAD\n" + text, "not valid JSON"),
+        (lambda text: "[" * 100_000, "not valid JSON"),
+        (lambda text: "[]", "a JSON object is expected (found [])"),
+        (lambda text: json.dumps(json.loads(text) | {"cells": None}), "cells: must be a valid list (found None)"),
+        (lambda text: json.dumps(json.loads(text) | {"settings": None}), "settings: a JSON object is expected"),
+        (
+            lambda text: json.dumps(json.loads(text) | {"speculative": {"accept_length": 0}}),
+            "speculative.accept_length: must be greater than or equal to 1 (found 0)",
+        ),
+    ],
+)
+def test_a_damaged_report_that_is_committed_is_an_error_that_says_how_to_mend_it(judge_benchmark, damage, said):
+    write()
+    REPORT.write_text(damage(REPORT.read_text()))
+    commit = accept()
+    write(correct=100)
+    error = judge_benchmark().error
+    assert f"reports/benchmark.json as commit {commit} has it: " in error and said in error
+    assert "`git add reports/benchmark.json`, `git commit`, `dvc repro`" in error
+    accept()
+    assert judge_benchmark().error == ""
+
+
+def test_bytes_that_are_no_text_are_such_damage(judge_benchmark):
+    write()
+    REPORT.write_bytes(b"\xff\xfe{}")
+    accept()
+    write()
+    assert "not UTF-8" in judge_benchmark().error
+
+
+def test_what_later_stages_read_says_nothing_of_git_while_the_gate_passes(judge_benchmark):
+    write()
+    before = judge_benchmark().report
+    accept()
+    assert judge_benchmark().report == before
+
+
+def test_without_git_there_is_nothing_to_compare_with(judge_benchmark, monkeypatch, tmp_path):
     write(correct=150)
     accept()
     write(correct=100)
     monkeypatch.setenv("PATH", str(tmp_path))
-    verdict = judge("benchmark")
+    verdict = judge_benchmark()
     assert (verdict.error, held_against(verdict)) == ("", NOTHING)
 
 
-def test_a_run_in_a_folder_of_a_larger_repository_has_a_report_of_its_own(judge, monkeypatch, tmp_path):
+def test_a_run_in_a_folder_of_a_larger_repository_has_a_report_of_its_own(judge_benchmark, monkeypatch, tmp_path):
     write(correct=290)
     accept()
     (tmp_path / "drafts").mkdir()
     monkeypatch.chdir(tmp_path / "drafts")
     write(correct=150)
-    assert held_against(judge("benchmark")) == NOTHING
+    assert held_against(judge_benchmark()) == NOTHING
     commit = accept()
     assert read_json(REPORT)["speculative"]["accept_length"] == 2.5
-    assert held_against(judge("benchmark")) == f"commit {commit}, acceptance length 2.5"
+    assert held_against(judge_benchmark()) == f"commit {commit}, acceptance length 2.5"

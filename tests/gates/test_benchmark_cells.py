@@ -7,6 +7,7 @@ from tests.planted_benchmark import cell, write_benchmark
 ROUNDS = "The server verified drafts in every cell"
 DEFINITION = "Every cell's acceptance length is 1 + correct drafts / rounds, and its survival sums to it"
 TOO_FAST = "Every cell's speed-up / acceptance length is at most 1.05"
+BREAK_EVEN = "Every cell's break-even acceptance length was measured"
 PASSES = "Every cell was measured in at least 3 passes"
 SPREAD = "Every cell's speeds are within the spread of its passes"
 SLOWER = "The server is faster with the draft than without in every cell"
@@ -19,6 +20,7 @@ BROKEN = [
     (DEFINITION, {"accept_length": 2.6, "survival": [0.7, 0.6, 0.3]}),
     (DEFINITION, {"survival": [0.7, 0.5, 0.2]}),
     (TOO_FAST, {"speedup": 2.7}),
+    (BREAK_EVEN, {"break_even_accept_length": 0.0}),
     (PASSES, {"repeats": 2}),
     (SPREAD, {"tokens_per_s": {"pooled": 15.5, "median": 15.0, "min": 15.1, "max": 16.0}}),
     (SPREAD, {"tokens_per_s": {"pooled": 14.0, "median": 15.2, "min": 15.1, "max": 16.0}}),
@@ -28,7 +30,7 @@ BROKEN = [
 
 
 @pytest.fixture
-def judge_cells(tmp_path, monkeypatch, judge):
+def judge_cells(tmp_path, monkeypatch, judge_benchmark):
     """`judge_cells(cell(...), ...)`: the verdict on a sound benchmark with these cells beside its own."""
     monkeypatch.chdir(tmp_path)
 
@@ -36,8 +38,13 @@ def judge_cells(tmp_path, monkeypatch, judge):
         others = {one["draft"]: "someone/draft" for one in cells} | sections.pop("drafts", {})
         others.pop("speculative", None)
         dtype = sections.get("target", {}).get("dtype", "float32")
-        write_benchmark(cells=[cell(), *cells], settings={"dtype": dtype})
-        return judge("benchmark", benchmark={"drafts": others}, **sections)
+        asked = {
+            "concurrency": sorted({1} | {one["concurrency"] for one in cells}),
+            "temperatures": sorted({0.0} | {one["temperature"] for one in cells}),
+        }
+        write_benchmark(cells=[cell(), *cells], settings={"dtype": dtype} | asked)
+        serve = {"max_running_requests": asked["concurrency"][-1]}
+        return judge_benchmark(benchmark={"drafts": others} | asked, serve=serve, **sections)
 
     return judged
 
