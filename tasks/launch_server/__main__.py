@@ -52,12 +52,12 @@ def main(params: Params, tracker: Tracker) -> None:
 
 def print_plan() -> None:
     """The server that people should run, and why so: without the probe's flags."""
-    with ending_in_words("launch_server"):
-        show_plan(speculative_plan(load_params()))
+    show_plan(speculative_plan(load_params()))
 
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--print"]:
-        print_plan()
+        with ending_in_words("launch_server"):
+            print_plan()
     else:
         run_stage("launch_server", main)

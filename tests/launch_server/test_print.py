@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tasks.common.errors import DraftlineError
 from tasks.common.target import target_contract
 from tasks.launch_server.__main__ import print_plan
 from tests.random_draft import write_random_draft
@@ -40,7 +41,7 @@ def test_the_line_serves_the_draft_without_the_probes_flags(exported, capsys):
 )
 def test_what_is_not_made_yet_is_named(exported, absent, said):
     shutil.rmtree(absent)
-    with pytest.raises(SystemExit, match=said):
+    with pytest.raises(DraftlineError, match=said):
         print_plan()
 
 
