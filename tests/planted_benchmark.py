@@ -4,9 +4,10 @@ import csv
 from importlib.metadata import version
 from typing import Any
 
-from tasks.common.files import REPORTS, sha256_json, write_json
+from tasks.common.files import ARTIFACTS, REPORTS, sha256_json, write_json
 
 _FIELDS = "prompt domain repeat verify_rounds correct_drafts accept_length baseline_tokens_per_s speculative_tokens_per_s speedup first_difference"
+DRAFT = {"contract": {"target_sha256": "1" * 64}, "model_sha256": "2" * 64, "config_sha256": "3" * 64}
 SETTINGS = {
     "version": version("sglang"),
     "steps": 3,
@@ -17,6 +18,8 @@ SETTINGS = {
     "prompts": 2,
     "prompts_sha256": sha256_json(["chat-1", "chat-2"]),
     "target": "builtin",
+    "target_sha256": "1" * 64,
+    "draft_sha256": sha256_json(DRAFT),
     "sets": ["heldout"],
     "max_new_tokens": 48,
     "repeats": 3,
@@ -59,7 +62,7 @@ def bucket(tokens: str, accept_length: float, verify_rounds: int = 50) -> dict[s
 
 
 def write_benchmark(parted: int | str = "", settings: dict[str, Any] | None = None, **changes: Any) -> None:
-    """Write reports/benchmark.json and benchmark_prompts.csv.
+    """Write reports/benchmark.json and benchmark_prompts.csv, and the records of target and draft that they are of.
 
     Args:
         parted: token at which the second prompt's answers part.
@@ -79,6 +82,8 @@ def write_benchmark(parted: int | str = "", settings: dict[str, Any] | None = No
         "settings": SETTINGS | (settings or {}),
     } | changes
     write_json(REPORTS / "benchmark.json", report)
+    write_json(ARTIFACTS / "target" / "draftline.json", {"target_sha256": SETTINGS["target_sha256"]})
+    write_json(ARTIFACTS / "export" / "draftline.json", DRAFT)
     counts = pooled() | report["speculative"]
     halves = [(n // 2, n - n // 2) for n in (counts["verify_rounds"], counts["correct_drafts"])]
     rows = [

@@ -25,6 +25,7 @@ from tasks.benchmark.summary import compared, headline, summarise
 from tasks.common.files import REPORTS, write_json
 from tasks.common.forms import Form, read_form
 from tasks.common.headline import headline as points_of
+from tasks.common.measured_draft import identities
 from tasks.common.params import Params
 from tasks.common.stage import run_stage
 from tasks.common.tracking import Tracker
@@ -41,11 +42,11 @@ class _Trained(Form):
 
 def main(params: Params, tracker: Tracker) -> None:
     arms, loads = arms_of(params), loads_of(params)
-    predicted = None if params.benchmark.sets else _predicted()
+    predicted, identity = prediction(params), identities()
 
     with Partial(params) as partial:
         measured = measure(arms, loads, params, partial)
-        report = summarise(measured, arms, params, predicted)
+        report = summarise(measured, arms, params, predicted, identity)
         write_csv(PROMPTS, prompt_rows(headline(compared(measured.passes, arms)).pairs))
         write_json(REPORT, report)
     write_csv(CELLS, cell_rows(report))
@@ -59,12 +60,14 @@ def main(params: Params, tracker: Tracker) -> None:
         tracker.log_artifact(path)
 
 
-def _predicted() -> float:
-    """Of the held-out prompts, which training walked as well.
+def prediction(params: Params) -> float | None:
+    """Acceptance length that training predicted from the held-out prompts; None where other questions are asked.
 
     Raises:
-        DraftlineError: the report is absent or damaged.
+        DraftlineError: its report is absent or damaged.
     """
+    if params.benchmark.sets:
+        return None
     fix = "Train again: `dvc repro --force --single-item train_draft`."
     return read_form(TRAINED, _Trained, fix).predicted_accept_length
 

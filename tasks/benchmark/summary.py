@@ -1,6 +1,6 @@
 """The report of a benchmark, from its passes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 
@@ -19,11 +19,14 @@ from tasks.common.params import Params
 from tasks.common.traffic import Pass
 
 
-def summarise(measured: Measured, arms: Sequence[Arm], params: Params, predicted: float | None) -> dict:
+def summarise(
+    measured: Measured, arms: Sequence[Arm], params: Params, predicted: float | None, identity: Mapping[str, str]
+) -> dict:
     """The report.
 
     Args:
         predicted: acceptance length that train_draft predicted from held-out answers; None where other questions are asked.
+        identity: hashes of target and draft, for the settings.
 
     Raises:
         DraftlineError: no speculation ran (S4).
@@ -63,7 +66,7 @@ def summarise(measured: Measured, arms: Sequence[Arm], params: Params, predicted
             if arm.plan.draft
         },
         "advice": list(_advice(comparisons, ours.name, params)),
-        "settings": _settings(measured, params, pairs),
+        "settings": _settings(measured, params, pairs) | dict(identity),
     }
 
 

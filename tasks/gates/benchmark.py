@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 
 from tasks.common.files import sha256_json
+from tasks.common.measured_draft import identities
 from tasks.common.params import Params
 from tasks.gates import benchmark_suite as suite
 from tasks.gates.accepted_benchmark import compare
@@ -32,7 +33,8 @@ _REPEATED = ("speedup", "break_even_accept_length")
 
 
 def build(params: Params) -> Gate:
-    """Read reports/benchmark.json and benchmark_prompts.csv, and of git's HEAD the benchmark.json that was accepted.
+    """Read reports/benchmark.json and benchmark_prompts.csv, which target and draft lie in artifacts/, and of git's HEAD the
+    benchmark.json that was accepted.
 
     Raises:
         DraftlineError: a report is absent or damaged; names file and field.
@@ -190,6 +192,7 @@ def _settings(report: dict[str, Any], prompts: pd.DataFrame, params: Params) -> 
     others = {cell["draft"] for cell in report["cells"]} - {OURS}
     pairs = {
         "target": (measured.get("target"), params.target.model),
+        **{name: (measured.get(name), now) for name, now in identities().items()},
         "device": (measured.get("device"), params.target.device),
         "dtype": (measured.get("dtype"), params.target.dtype),
         "version": (measured.get("version"), version("sglang")),

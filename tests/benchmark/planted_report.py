@@ -70,6 +70,8 @@ def planted_report(
         ],
         "settings": {
             "target": "builtin",
+            "target_sha256": "1" * 64,
+            "draft_sha256": "2" * 64,
             "engine": "sglang",
             "version": "0.5.23",
             "steps": 3,

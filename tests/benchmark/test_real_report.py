@@ -9,9 +9,11 @@ from tasks.benchmark.page import render
 from tasks.benchmark.plots import plot_all
 from tasks.benchmark.show import show
 from tasks.benchmark.summary import summarise
+from tasks.common.files import write_json
 from tasks.common.headline import headline
 from tasks.common.params import Params
 from tasks.common.server_plan import ServerPlan
+from tasks.gates.benchmark_files import REPORT, read_report
 from tests.benchmark.passes import completion, load, made
 from tests.benchmark.planted_report import planted_report
 
@@ -37,9 +39,9 @@ def summarised() -> dict:
     ]
     asked = {"sets": {"maths": "m", "code": "c"}, "concurrency": (1, 4), "temperatures": (0, 1)}
     measured = Measured(tuple(passes), {name: {"tp_size": 1} for name in NAMES}, side_by_side=True)
-    return json.loads(
-        json.dumps(summarise(measured, arms, Params.model_validate({"benchmark": asked}), predicted=None))
-    )
+    identity = {"target_sha256": "1" * 64, "draft_sha256": "2" * 64}
+    params = Params.model_validate({"benchmark": asked})
+    return json.loads(json.dumps(summarise(measured, arms, params, None, identity)))
 
 
 def _draft(name: str) -> Path | None:
@@ -58,6 +60,12 @@ def test_it_can_be_drawn_shown_and_logged(tmp_path, monkeypatch, capsys):
     Path("reports/benchmark.json").write_text(json.dumps(report))
     points = {(point.name, point.step): point.value for point in headline(["benchmark"])}
     assert points["speedup/all", 4] == points["theirs/speedup/code", 1] == 2.0
+
+
+def test_its_gate_can_read_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_json(REPORT, summarised())
+    assert len(read_report()["cells"]) == 18
 
 
 def test_the_planted_report_has_its_form():

@@ -31,7 +31,7 @@ def report(passes, **settings):
     measured = Measured(tuple(passes), {name: {"tp_size": 1, "port": 3} for name in names}, side_by_side=True)
     arms = [one for one in ARMS if one.name in names]
     predicted = None if "sets" in settings else 2.0
-    return summarise(measured, arms, Params.model_validate({"benchmark": settings}), predicted)
+    return summarise(measured, arms, Params.model_validate({"benchmark": settings}), predicted, {})
 
 
 def both(of, plain=PLAIN, drafted=DRAFTED, drafts=("speculative",)):

@@ -2,9 +2,10 @@
 
 import pytest
 
+from tasks.common.files import ARTIFACTS, write_json
 from tasks.gates.benchmark_files import PROMPTS, REPORT
 from tasks.gates.report import GATES
-from tests.planted_benchmark import SETTINGS, bucket, cell, pooled, write_benchmark
+from tests.planted_benchmark import DRAFT, SETTINGS, bucket, cell, pooled, write_benchmark
 
 FALLS = "Longer contexts keep 50% of the shortest contexts' acceptance length above 1"
 SETTING = "The figures were measured with the settings of params.yaml, in every cell once"
@@ -201,6 +202,27 @@ def test_figures_measured_with_other_settings_fail_and_each_is_named(write, judg
 def test_a_report_of_another_target_machine_engine_or_draft_length_fails(write, judge_benchmark, settings, named):
     write(settings=settings)
     assert judge_benchmark().samples(SETTING) == named
+
+
+@pytest.mark.parametrize(
+    ("record", "content", "named"),
+    [
+        ("target", {"target_sha256": "4" * 64}, "target_sha256"),
+        ("export", DRAFT | {"model_sha256": "4" * 64}, "draft_sha256"),
+        ("export", DRAFT | {"contract": {"target_sha256": "4" * 64}}, "draft_sha256"),
+    ],
+)
+def test_a_report_of_an_earlier_target_or_draft_fails(write, judge_benchmark, record, content, named):
+    """A benchmark whose servers did not start leaves the report that there was."""
+    write()
+    write_json(ARTIFACTS / record / "draftline.json", content)
+    assert judge_benchmark().samples(SETTING) == [named]
+
+
+def test_a_record_that_cannot_be_read_is_a_sentence(write, judge_benchmark):
+    write()
+    write_json(ARTIFACTS / "target" / "draftline.json", {})
+    assert "artifacts/target/draftline.json: target_sha256: is missing. Prepare" in judge_benchmark().error
 
 
 def test_a_report_that_says_that_it_is_not_complete_fails(write, judge_benchmark):
