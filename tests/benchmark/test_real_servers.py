@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -116,6 +117,19 @@ def test_a_baseline_with_other_flags_is_refused(project):
     with pytest.raises(DraftlineError, match="does not run under the same conditions"):
         measure(arms, loads_of(params), params, Partial(params))
     assert port_is_free(params.serve.port) and port_is_free(params.serve.port + 1)
+
+
+def test_a_start_that_fails_leaves_the_reports_that_there_were(project):
+    kept = [REPORTS / name for name in ("benchmark.json", "benchmark.partial.json")]
+    for path in kept:
+        write_json(path, {"of": "an earlier benchmark"})
+    with socket.create_server(("127.0.0.1", load_params().serve.port + 1)):
+        run = benchmark()
+        output, _ = run.communicate(timeout=300)
+    assert run.returncode == 1 and "is in use by" in output, output[-4000:]
+    assert all(path.exists() for path in kept)
+    for path in kept:
+        path.unlink()
 
 
 def wait_until_measuring(run: subprocess.Popen) -> None:
