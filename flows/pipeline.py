@@ -32,7 +32,6 @@ from tasks.common.params import load_params
 from tasks.common.stage import exit_on_signals
 from tasks.common.tracking import PipelineRun
 
-
 # Prefect says so with the stack of an exception that there is not ("NoneType: None"); the state that follows says the same.
 logging.getLogger("prefect.task_runs").addFilter(
     lambda record: not record.getMessage().startswith("Task run failed with state")
