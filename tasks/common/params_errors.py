@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 # Pydantic's names of errors, by what is expected instead.
 _EXPECTED = {
+    "invalid_key": "a name that is a text is expected",
     "tuple_type": "a list is expected",
     "too_short": "a list with at least one value is expected",
     "dict_type": "names with a text each are expected",
@@ -70,7 +71,7 @@ def _described(error: "ErrorDetails", params: type[BaseModel]) -> str:
     if kind == "value_error":
         # What is wrong between sections names its fields itself.
         return f"{f'{place}: ' if place else ''}{error['msg'].removeprefix('Value error, ')}"
-    field = section.model_fields[error["loc"][1]] if len(error["loc"]) > 1 else None
+    field = section.model_fields.get(error["loc"][1]) if len(error["loc"]) > 1 else None
     return f"{place}: {_expected(error, field)} (found {error['input']!r}){_meaning(error, field)}"
 
 
