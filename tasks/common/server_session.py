@@ -75,6 +75,8 @@ class ServerRecord:
         try:
             row = read_json(path)
             processes = tuple(Process(**process) for process in row["processes"])
+            if not processes:
+                raise IndexError("processes are empty")
             return cls(row["kind"], row["port"], row["boot_id"], Process(**row["owner"]), processes)
         except DraftlineError as error:
             damage = str(error)

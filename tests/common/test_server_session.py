@@ -126,6 +126,7 @@ def test_a_port_belongs_to_a_run_that_lives_whether_its_server_listens_or_not(tm
         '{"kind": "baseline"}',
         '{"processes": [], "owner": {"pid": 1}}',
         '{"processes": 1}',
+        '{"kind": "baseline", "port": 31202, "boot_id": "", "owner": {"pid": 1, "start_ticks": 1}, "processes": []}',
         "[" * 9999,
     ],
 )
