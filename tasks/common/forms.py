@@ -36,8 +36,9 @@ def read_form(path: Path, form: type[_Form], fix: str) -> _Form:
 
 
 def fault(error: ValidationError) -> str:
-    """The first field that is wrong, what is expected there and what was found."""
-    first = error.errors(include_url=False)[0]
+    """The first field that is wrong, what is expected there and what was found; one that is absent only where none is damaged."""
+    errors = error.errors(include_url=False)
+    first = next((one for one in errors if one["type"] != "missing"), errors[0])
     place, kind = ".".join(map(str, first["loc"])), first["type"]
     what = f"{place}: " if place else ""
     if kind == "missing":

@@ -203,6 +203,10 @@ def test_a_report_of_an_older_version_is_no_measure(report):
         (lambda text: "[" * 100_000, "not valid JSON"),
         (lambda text: "[]", "a JSON object is expected (found [])"),
         (lambda text: json.dumps(json.loads(text) | {"cells": None}), "cells: must be a valid list (found None)"),
+        (
+            lambda text: json.dumps(json.loads(text) | {"speculative": {}, "cells": None}),
+            "cells: must be a valid list (found None)",
+        ),
         (lambda text: json.dumps(json.loads(text) | {"settings": None}), "settings: a JSON object is expected"),
         (
             lambda text: json.dumps(json.loads(text) | {"speculative": {"accept_length": 0}}),
