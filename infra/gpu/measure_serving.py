@@ -66,8 +66,8 @@ def main() -> None:
         took[part] = {"seconds": round(time.monotonic() - began, 1), "exit_code": code}
         write_json(SECONDS, took)
         print(f"{part}: {took[part]}", flush=True)
-        if part == "tune" and code == 0:
-            _change("serve", yaml.safe_load(TUNED.read_text())["serve"])  # the parts behind it serve its plan
+        if part == "tune" and code == 0:  # the parts behind it serve its plan, whatever they ask
+            _change("serve", yaml.safe_load(TUNED.read_text())["serve"] | {"max_running_requests": args.most_requests})
     sys.exit(int(any(took[part]["exit_code"] for part in args.parts)))
 
 
@@ -94,6 +94,10 @@ def _arguments() -> argparse.Namespace:
         "--extra-args", default="--attention-backend triton --sampling-backend pytorch", help="of SGLang"
     )
     args = parser.parse_args()
+    if (most := max(args.concurrency)) > args.most_requests:
+        parser.error(f"--concurrency {most}: a server runs at most --most-requests {args.most_requests}")
+    if not list(args.sets.glob("*.jsonl")):
+        parser.error(f"--sets {args.sets}: holds no JSONL file")
     for name in ("target", "draft", "sets", "heldout"):
         setattr(args, name, getattr(args, name).absolute())
     return args
@@ -130,8 +134,6 @@ def _make_project(args: argparse.Namespace) -> None:
     prepare_target(params.target, TARGET)
     _write_heldout(args.heldout)
     shutil.copytree(args.draft, EXPORT, dirs_exist_ok=True)
-    # Sets by path were not predicted: the benchmark wants the report and does not use the figure.
-    write_json(REPORTS / "train_draft.json", {"predicted_accept_length": None})
     write_json(VERSIONS, result_versions())
     write_atomically(PARAMS, yaml.safe_dump(params.model_dump(mode="json"), sort_keys=False).encode())
     write_json(PROJECT, project)

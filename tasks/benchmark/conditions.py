@@ -57,11 +57,11 @@ def require_equal_environments(environments: dict[str, tuple[Setting, ...]]) -> 
             )
 
 
-def require_equal_conditions(infos: dict[str, dict[str, Any]], loads: Sequence[Load], draft_tokens: int) -> None:
+def require_equal_conditions(infos: dict[str, dict[str, Any]], loads: Sequence[Load], reserved: int) -> None:
     """
     Args:
         infos: /server_info by arm, the plain server's first.
-        draft_tokens: that a round holds beside a request's own tokens.
+        reserved: tokens of a round beside a request's own.
 
     Raises:
         DraftlineError: a setting differs between the plain server and another, or a cache is too small for the load.
@@ -75,8 +75,8 @@ def require_equal_conditions(infos: dict[str, dict[str, Any]], loads: Sequence[L
                 f"speeds would say nothing of the draft: {'; '.join(differing)}. Give both the same flags (serve.extra_args goes "
                 f"to both); where SGLang changes one on its own once it speculates, set it there."
             )
-    most = max(loads, key=lambda load: load.most_tokens(draft_tokens))
-    needed = most.most_tokens(draft_tokens)
+    most = max(loads, key=lambda load: load.most_tokens(reserved))
+    needed = most.most_tokens(reserved)
     for name, info in infos.items():
         if (room := info.get(_POOL)) is not None and room < needed:
             raise DraftlineError(

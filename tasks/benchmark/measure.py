@@ -58,7 +58,7 @@ def measure(arms: Sequence[Arm], loads: Sequence[Load], params: Params, partial:
             servers = [(arm, Server(arm.plan)) for arm in group]
             with running(*(server for _, server in servers)):
                 infos |= {arm.name: server.server_info() for arm, server in servers}
-                require_equal_conditions(infos, loads, params.serve.num_draft_tokens)
+                require_equal_conditions(infos, loads, params.serve.reserved_tokens)
                 if not passes:
                     partial.begin()
                 for load in warm:

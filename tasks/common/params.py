@@ -148,6 +148,11 @@ def tree_tokens(num_steps: int, topk: int) -> int:
     return 1 + topk + (num_steps - 1) * topk**2
 
 
+def reserved_tokens(num_steps: int, topk: int, num_draft_tokens: int) -> int:
+    """Tokens of a round that SGLang keeps room for behind those of a request (its `compute_num_reserved_tokens`)."""
+    return max(topk * num_steps, num_draft_tokens)
+
+
 class Serve(Section):
     speculative_algorithm: str = "EAGLE3"
     num_steps: Count = 3
@@ -167,6 +172,11 @@ class Serve(Section):
         description="environment variables given to both servers, such as NCCL_ALGO; numbers in quotes",
         examples=["{NCCL_ALGO: Ring}"],
     )
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Of a request, as the function above."""
+        return reserved_tokens(self.num_steps, self.eagle_topk, self.num_draft_tokens)
 
     @field_validator("extra_args", "environment")
     @classmethod

@@ -16,7 +16,7 @@ def read_set(name: str, params: Params) -> list[Row]:
     Raises:
         DraftlineError: no file, or one that holds no question in one of its lines; names parameter, file and line.
     """
-    path, where = Path(params.benchmark.sets[name]), field_of(name)
+    path, where = Path(params.benchmark.sets[name]).expanduser(), field_of(name)
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "is not there"
         raise DraftlineError(
@@ -82,11 +82,11 @@ def require_room(where: str, question: Question, params: Params) -> None:
         DraftlineError: the question and its answer are longer than what is served.
     """
     length = len(question.token_ids)
-    needed = length + params.benchmark.max_new_tokens + params.serve.num_draft_tokens
+    needed = length + params.benchmark.max_new_tokens + params.serve.reserved_tokens
     if needed > params.serve.context_length:
         raise DraftlineError(
             f"{where}: question {question.id} has {length} tokens, {needed} with benchmark.max_new_tokens and "
-            f"serve.num_draft_tokens, and serve.context_length is {params.serve.context_length}: SGLang would refuse it. "
+            f"the {params.serve.reserved_tokens} of a round, and serve.context_length is {params.serve.context_length}: SGLang would refuse it. "
             f"Raise serve.context_length, or leave the question out."
         )
 

@@ -74,10 +74,10 @@ class Load:
     def sampling(self) -> dict[str, float]:
         return {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens}
 
-    def most_tokens(self, draft_tokens: int) -> int:
-        """Tokens that the requests which run at once can come to hold in the KV cache, each with those of a round beside its own."""
+    def most_tokens(self, reserved: int) -> int:
+        """Tokens that the requests which run at once can come to hold in the KV cache, each with `reserved` of a round."""
         longest = max(len(question.token_ids) for question in self.questions)
-        return self.concurrency * (longest + self.max_new_tokens + draft_tokens)
+        return self.concurrency * (longest + self.max_new_tokens + reserved)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from tasks.common.errors import DraftlineError
+from tasks.common.params import reserved_tokens
 from tasks.common.server import Server
 from tasks.common.sglang_client import Completion
 from tasks.profile_server.trace import is_whole
@@ -160,10 +161,12 @@ def _tokens_that_last(server: ProfiledServer, prompts: Sequence[list[int]], requ
         DraftlineError: the cache holds no token more than the prompts.
     """
     settings = {flag.name: flag.values for flag in server.plan.flags}
-    steps, draft_tokens = 0, 0
-    if server.plan.draft is not None:  # SGLang keeps room for a round's draft tokens behind each prompt
-        steps, draft_tokens = (int(settings[f"--speculative-num-{name}"][0]) for name in ("steps", "draft-tokens"))
-    cache, taken = server.server_info()["max_total_num_tokens"], max(map(len, prompts)) + 1 + draft_tokens
+    steps, reserved = 0, 0
+    if server.plan.draft is not None:
+        names = ("num-steps", "eagle-topk", "num-draft-tokens")
+        steps, *drafted = (int(settings[f"--speculative-{name}"][0]) for name in names)
+        reserved = reserved_tokens(steps, *drafted)
+    cache, taken = server.server_info()["max_total_num_tokens"], max(map(len, prompts)) + 1 + reserved
     if cache < requests * (taken + 1):
         raise DraftlineError(
             f"the {server.plan.kind} server's KV cache holds {cache} tokens, and {requests} requests at once need more than "

@@ -11,7 +11,6 @@ not started. How it is done and read: infra/docs/tuning.md.
 
 import argparse
 import math
-import os
 import shlex
 import sys
 from typing import TYPE_CHECKING
@@ -37,7 +36,8 @@ def main(minutes: float, concurrency: int) -> None:
     params = load_params()
     require_writable(REPORTS)
     _require_sensible(minutes, concurrency, params)
-    questions, space = _questions(params, concurrency), _space(params, concurrency)
+    space = _space(params, concurrency)
+    questions = _questions(params, concurrency, space.most_reserved)
     budget = Budget(60 * minutes)
     with Fleet(params, budget) as fleet:
         bench = ServerBench(params, concurrency, questions, budget, fleet)
@@ -60,6 +60,7 @@ def run_and_report(search: "Search", params: Params, minutes: float, concurrency
     Raises:
         DraftlineError: the search's.
     """
+    from tasks.common.machine import machine
     from tasks.tune_server.report import report, write_profile
 
     try:
@@ -73,7 +74,7 @@ def run_and_report(search: "Search", params: Params, minutes: float, concurrency
         if search.has_compared:
             write_json(REPORT, found)
             settings = found["settings"]
-            where = f"{_device_name(params)}, SGLang {settings['version']}, {settings['dtype']}, {concurrency} at once"
+            where = f"{machine(params.target.device)}, SGLang {settings['version']}, {settings['dtype']}, {concurrency} at once"
             write_profile(PROFILE, search, params, _command(minutes, concurrency), where)
     return found
 
@@ -101,8 +102,11 @@ def _require_sensible(minutes: float, concurrency: int, params: Params) -> None:
         )
 
 
-def _questions(params: Params, concurrency: int):
+def _questions(params: Params, concurrency: int, reserved: int):
     """The held-out prompts, spread over domains. Not the benchmark's sets: what is tuned on them would flatter itself there.
+
+    Args:
+        reserved: tokens of a round beside a request's own, of the candidate with the most.
 
     Raises:
         DraftlineError: there are none that the servers' context holds, or their cache not so many at once.
@@ -113,13 +117,13 @@ def _questions(params: Params, concurrency: int):
 
     rows, serve, answer = require_heldout("the tuner"), params.serve, params.benchmark.max_new_tokens
     spread = spread_over_domains(rows, len(rows))
-    fitting = [row for row in spread if len(row.prompt_token_ids) + answer <= serve.context_length]
+    fitting = [row for row in spread if len(row.prompt_token_ids) + answer + reserved <= serve.context_length]
     if not fitting:
         raise DraftlineError(
             f"{PARAMS}: serve.context_length is {serve.context_length}, and none of the {len(rows)} held-out prompts fits into it "
-            f"with {answer} tokens of an answer (benchmark.max_new_tokens)."
+            f"with {answer} tokens of an answer (benchmark.max_new_tokens) and {reserved} of a round."
         )
-    needed = concurrency * (max(len(row.prompt_token_ids) for row in fitting) + answer)
+    needed = concurrency * (max(len(row.prompt_token_ids) for row in fitting) + answer + serve.reserved_tokens)
     if serve.max_total_tokens and needed > serve.max_total_tokens:
         raise DraftlineError(
             f"{PARAMS}: serve.max_total_tokens is {serve.max_total_tokens}, and {concurrency} requests at once can come to "
@@ -136,14 +140,6 @@ def _space(params: Params, concurrency: int):
     config = load_config()
     is_latent = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
     return Space.of(params, concurrency, TargetShape.of(config).architecture, Device.of(params), is_latent)
-
-
-def _device_name(params: Params) -> str:
-    from tasks.common import gpu
-
-    if params.target.device == "cpu":
-        return f"a CPU ({os.cpu_count()} cores)"
-    return next((name for (name,) in gpu.query("--query-gpu=name")), params.target.device)
 
 
 def _command(minutes: float, concurrency: int) -> str:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tasks.common.params import Params, Serve
+from tasks.common.params import Params, Serve, reserved_tokens
 from tasks.common.server_plan import ServerPlan, baseline_plan
 from tasks.common.speculative_plan import speculative_plan
 
@@ -22,6 +22,11 @@ class Shape:
 
     def __str__(self) -> str:
         return f"{self.steps}/{self.topk}/{self.draft_tokens}"
+
+    @property
+    def reserved(self) -> int:
+        """Tokens of a round beside a request's own."""
+        return reserved_tokens(self.steps, self.topk, self.draft_tokens)
 
     @classmethod
     def chain(cls, steps: int) -> "Shape":

@@ -109,7 +109,7 @@ class ServerBench:
 
     def _require_room(self, candidate: Candidate, load: Load) -> None:
         room = self._fleet.running[candidate].server_info().get("max_total_num_tokens")
-        needed = load.most_tokens(candidate.shape.draft_tokens if candidate.shape else 0)
+        needed = load.most_tokens(candidate.shape.reserved if candidate.shape else 0)
         if room is not None and room < needed:
             raise DraftlineError(f"its cache holds {room} tokens, and the requests can come to {needed}")
 

@@ -66,6 +66,11 @@ class Space:
         """The rows' servers, each once, the current one first."""
         return tuple(dict.fromkeys((self.rows[CURRENT], *self.rows.values())))
 
+    @property
+    def most_reserved(self) -> int:
+        """Tokens of a round beside a request's own, of the candidate with the most."""
+        return max(candidate.shape.reserved for candidate in (*self.required, *self.shapes))
+
 
 def _shapes(most_steps: int) -> list[Shape]:
     """Chains, the longest first since it tells most about the others; trees, those first that tell most of what trees reach."""

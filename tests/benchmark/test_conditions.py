@@ -32,7 +32,7 @@ LOADS = [load(4, concurrency=4)]
 
 
 def require(drafted, plain=PLAIN, loads=LOADS):
-    require_equal_conditions({"baseline": plain, "speculative": drafted}, loads, draft_tokens=4)
+    require_equal_conditions({"baseline": plain, "speculative": drafted}, loads, reserved=4)
 
 
 def test_what_speculation_itself_changes_may_differ():

@@ -69,3 +69,16 @@ def test_names_tell_candidates_apart():
     assert Candidate(Shape(5, 4, 8), (), True).name == "5/4/8 (automatic)"
     assert Candidate(Shape(3, 1, 4), (RING, FEWER)).name == "3/1/4 + ring + at most 2"
     assert PLAIN.name == "plain server"
+
+
+def test_room_for_a_round_is_kept_as_sglang_keeps_it(monkeypatch):
+    manager = pytest.importorskip("sglang.srt.managers.utils")
+
+    class Algorithm:
+        speculative_algorithm = "EAGLE3"
+
+    for shape in (Shape(3, 1, 4), Shape(5, 4, 8), Shape(7, 8, 64)):
+        Algorithm.speculative_num_steps, Algorithm.speculative_eagle_topk = shape.steps, shape.topk
+        monkeypatch.setattr(manager, "get_spec", lambda: Algorithm)
+        monkeypatch.setattr(manager, "max_speculative_num_draft_tokens", lambda tokens=shape.draft_tokens: tokens)
+        assert shape.reserved == manager.compute_num_reserved_tokens()

@@ -55,22 +55,25 @@ def heldout() -> list[Response]:
 @pytest.mark.parametrize(
     ("serve", "said"),
     [
-        ({"context_length": 50}, "none of the 6 held-out prompts fits"),
-        ({"max_total_tokens": 100}, "2 requests at once can come to 176 tokens.*Raise it to 176"),
+        (
+            {"context_length": 151},
+            "none of the 6 held-out prompts fits into it with 48 tokens of an answer .* and 64 of a round",
+        ),
+        ({"max_total_tokens": 100}, "2 requests at once can come to 184 tokens.*Raise it to 184"),
     ],
 )
 def test_questions_must_fit_into_the_servers(tmp_path, monkeypatch, serve, said):
     monkeypatch.chdir(tmp_path)
     write_jsonl(RESPONSES / "heldout.jsonl", (row.to_row() for row in heldout()))
     with pytest.raises(DraftlineError, match=said):
-        _questions(Params.model_validate({"serve": serve, "benchmark": {"concurrency": [1]}}), 2)
+        _questions(Params.model_validate({"serve": serve, "benchmark": {"concurrency": [1]}}), 2, 64)
 
 
 def test_without_held_out_prompts_there_is_no_search(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_jsonl(RESPONSES / "heldout.jsonl", [])
     with pytest.raises(DraftlineError, match=r"heldout\.jsonl: no held-out prompts, and the tuner asks them\."):
-        _questions(Params(), 1)
+        _questions(Params(), 1, 64)
 
 
 EARLIER = ('{"of": "an earlier search"}', "serve: of an earlier search\n")
