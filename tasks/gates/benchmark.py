@@ -206,7 +206,6 @@ def _settings(report: dict[str, Any], prompts: pd.DataFrame, params: Params) -> 
         "temperatures": (measured["temperatures"], list(asked.temperatures)),
         "sets": (sorted(measured["sets"]), sorted(asked.sets) or ["heldout"]),
         "drafts": (sorted(others), sorted(asked.drafts)),
-        "complete": (report.get("complete", True), True),
         "prompts_sha256": (measured["prompts_sha256"], sha256_json(sorted(set(prompts["prompt"])))),
         "answers": (headline_cell(report)["requests"], len(prompts)),
     }

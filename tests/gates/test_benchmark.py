@@ -225,11 +225,6 @@ def test_a_record_that_cannot_be_read_is_a_sentence(write, judge_benchmark):
     assert "artifacts/target/draftline.json: target_sha256: is missing. Prepare" in judge_benchmark().error
 
 
-def test_a_report_that_says_that_it_is_not_complete_fails(write, judge_benchmark):
-    write(complete=False)
-    assert judge_benchmark().samples(SETTING) == ["complete"]
-
-
 def test_a_lost_answer_is_found(write, judge_benchmark):
     write(cells=[cell(requests=3)])
     assert judge_benchmark().samples(SETTING) == ["answers"]
