@@ -4,10 +4,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import pandas as pd
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from tasks.common.errors import DraftlineError
-from tasks.common.files import REPORTS, read_json
+from tasks.common.files import REPORTS
 from tasks.common.forms import Form, read_form
 from tasks.gates.benchmark_suite import AGAIN
 
@@ -85,6 +85,8 @@ class _Bucket(Form):
 
 
 class _Settings(Form):
+    model_config = ConfigDict(extra="allow")  # what else was asked is held against params.yaml, absent or not
+
     concurrency: list[int] = Field(min_length=1)
     temperatures: list[float] = Field(min_length=1)
     sets: list[str]
@@ -118,8 +120,7 @@ def read_report() -> dict[str, Any]:
     Raises:
         DraftlineError: it is absent, damaged or of another version; names the field.
     """
-    read_form(REPORT, _Report, _DAMAGED)
-    return read_json(REPORT)
+    return read_form(REPORT, _Report, _DAMAGED).model_dump()
 
 
 def headline_cells(report: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,9 +1,11 @@
 """The gate on a benchmark's pooled figures, prompts, context lengths and settings."""
 
+from pathlib import Path
+
 import pytest
 
 from tasks.common.files import ARTIFACTS, write_json
-from tasks.gates.benchmark_files import PROMPTS, REPORT
+from tasks.gates.benchmark_files import PROMPTS, REPORT, read_report
 from tasks.gates.report import GATES
 from tests.planted_benchmark import DRAFT, SETTINGS, bucket, cell, pooled, write_benchmark
 
@@ -318,6 +320,14 @@ def test_a_figure_that_is_not_finite_is_named(write, judge_benchmark, old, new, 
     assert old in text
     REPORT.write_text(text.replace(old, new))
     refuses(judge_benchmark(), field)
+
+
+def test_what_was_checked_is_what_is_judged(write, monkeypatch):
+    """A report that is read twice may be another the second time."""
+    write()
+    real = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: (real(path), path.unlink())[0])
+    assert read_report()["settings"]["target"] == SETTINGS["target"]
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[]", b"[" * 100_000, b'{"speculative": '])
