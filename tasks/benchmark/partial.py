@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.common.errors import in_a_line
-from tasks.common.files import REPORTS, write_json
+from tasks.common.files import REPORTS, remove, write_json
 from tasks.common.params import Params
 from tasks.common.traffic import Pass
 
@@ -28,11 +28,11 @@ class Partial:
         Not before: a start that fails has measured nothing, and what there was is what there is.
         """
         for path in (self._path, self._report):
-            path.unlink(missing_ok=True)
+            remove(path)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
-            self._path.unlink(missing_ok=True)
+            remove(self._path)
         elif self._rows:
             self._write(in_a_line(error))
             error.add_note(f"What was measured is kept in {self._path}, marked as incomplete.")

@@ -65,6 +65,18 @@ def require_writable(folder: Path) -> None:
         raise DraftlineError(f"{folder}: cannot be written: {error.strerror}.") from None
 
 
+def remove(path: Path) -> None:
+    """Remove a file, where there is one.
+
+    Raises:
+        DraftlineError: it cannot be removed, such as a folder.
+    """
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise DraftlineError(f"{path}: cannot be removed: {error.strerror}.") from None
+
+
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder durable: after a crash of the machine what was renamed or removed is so."""
     descriptor = os.open(folder, os.O_RDONLY)

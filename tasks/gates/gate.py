@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tasks.common.errors import DraftlineError
+from tasks.common.files import remove, require_writable
 from tasks.common.tracking import Tracker
 from tasks.gates.report import GATES, Comparison, Histogram, Report, write_report
 from tasks.gates.suite import Finding, Judgement, Table, judge
@@ -31,11 +32,12 @@ def run_gate(name: str, lead: str, build: Callable[[], Gate], tracker: Tracker) 
         lead: what this boundary guards, a sentence or two for the page.
 
     Raises:
-        DraftlineError: an input cannot be read, or a critical expectation failed; names gate, expectations,
-            samples and the fix.
+        DraftlineError: the report cannot be written, an input cannot be read, or a critical expectation failed; names gate,
+            expectations, samples and the fix.
     """
+    require_writable(GATES)
     for kind in ("json", "html"):  # what ends this gate without a verdict leaves no earlier one in its place
-        (GATES / f"{name}.{kind}").unlink(missing_ok=True)
+        remove(GATES / f"{name}.{kind}")
     unreadable = ""
     try:
         gate = build()

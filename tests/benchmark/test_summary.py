@@ -10,6 +10,7 @@ from tasks.benchmark.measure import Measured
 from tasks.benchmark.partial import Partial
 from tasks.benchmark.rows import cell_rows, prompt_rows
 from tasks.benchmark.summary import compared, headline, summarise
+from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json
 from tasks.common.params import Params
 from tasks.common.server_plan import ServerPlan
@@ -199,6 +200,14 @@ def test_an_earlier_report_counts_until_the_servers_are_up_and_no_longer(tmp_pat
         partial.begin()
         raise RuntimeError("the baseline server died")
     assert not path.exists() and not report.exists()
+
+
+@pytest.mark.parametrize("name", ["partial.json", "benchmark.json"])
+def test_an_earlier_report_that_cannot_be_removed_is_a_sentence(tmp_path, name):
+    (tmp_path / name).mkdir()
+    partial = Partial(Params(), tmp_path / "partial.json", tmp_path / "benchmark.json")
+    with pytest.raises(DraftlineError, match=rf"{name}: cannot be removed: Is a directory\.$"):
+        partial.begin()
 
 
 @pytest.mark.parametrize(("ended", "why"), [(SystemExit(143), "SIGTERM."), (KeyboardInterrupt(), "SIGINT.")])

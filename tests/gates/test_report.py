@@ -1,4 +1,5 @@
 import re
+import shutil
 
 import great_expectations.expectations as gxe
 import pandas as pd
@@ -49,6 +50,19 @@ def test_an_input_that_cannot_be_read_leaves_a_report_too(tracker):
         run_gate("demo", "lead", unreadable, tracker)
     assert "prompts.jsonl:7" in (GATES / "demo.html").read_text()
     assert '"passed": false' in (GATES / "demo.json").read_text()
+
+
+def test_a_gate_that_cannot_leave_its_verdict_says_so_before_it_reads_anything(tracker):
+    def read() -> Gate:
+        raise AssertionError
+
+    (GATES / "demo.json").mkdir(parents=True)
+    with pytest.raises(DraftlineError, match=r"^reports/gates/demo\.json: cannot be removed: Is a directory\.$"):
+        run_gate("demo", "lead", read, tracker)
+    shutil.rmtree(GATES)
+    GATES.touch()
+    with pytest.raises(DraftlineError, match=r"^reports/gates: cannot be written: File exists\.$"):
+        run_gate("demo", "lead", read, tracker)
 
 
 def test_the_page_needs_nothing_from_elsewhere(tracker):
