@@ -188,7 +188,8 @@ def started(minutes: float) -> subprocess.Popen:
 
 @pytest.mark.faults
 def test_a_real_search_that_no_server_is_up_in_time_for_fails_and_leaves_earlier_reports(served):
-    short, reports = started(0.1), earlier_reports()
+    reports = earlier_reports()
+    short = started(0.1)
     said, log = short.communicate()
     assert short.returncode == 1, log
     assert re.search(r"no server was up and warm; at least --minutes \d+ is needed", log), log
