@@ -5,6 +5,8 @@ from importlib.metadata import version
 from typing import Any
 
 from tasks.common.files import ARTIFACTS, REPORTS, sha256_json, write_json
+from tasks.common.measured_draft import params_sha256
+from tasks.common.params import Params
 
 _FIELDS = "prompt domain repeat verify_rounds correct_drafts accept_length baseline_tokens_per_s speculative_tokens_per_s speedup first_difference"
 DRAFT = {"contract": {"target_sha256": "1" * 64}, "model_sha256": "2" * 64, "config_sha256": "3" * 64}
@@ -25,9 +27,15 @@ SETTINGS = {
     "repeats": 3,
     "concurrency": [1],
     "temperatures": [0.0],
+    "params_sha256": params_sha256(Params()),
     "device": "cpu",
     "dtype": "float32",
 }
+
+
+def asked_for(**sections: Any) -> dict[str, str]:
+    """Settings of a benchmark with these sections of params.yaml."""
+    return {"params_sha256": params_sha256(Params.model_validate(sections))}
 
 
 def cell(**changes: Any) -> dict[str, Any]:

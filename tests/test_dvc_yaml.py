@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.common.params import Params
+from tasks.common.measured_draft import params_sha256
+from tasks.common.params import Params, Serve
 
 ROOT = Path(__file__).parents[1]
 STAGES: dict[str, dict] = yaml.safe_load((ROOT / "dvc.yaml").read_text())["stages"]
@@ -165,3 +166,18 @@ def test_the_port_changes_no_result():
         for name in spec["params"]
         if stage != "verify_environment"
     )
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.parametrize("stage", ["benchmark", "gate_benchmark"])
+def test_a_benchmark_is_another_where_it_is_measured_again(stage):
+    """Else its gate would fail on a change that `dvc repro` measures nothing for."""
+
+    def changed(name: str) -> Params:
+        return Params().model_copy(update={"serve": Serve().model_copy(update={name: "another"})})
+
+    differing = {name for name in Serve.model_fields if params_sha256(changed(name)) != params_sha256(Params())}
+    assert {f"serve.{name}" for name in differing} == {
+        name for name in STAGES[stage]["params"] if name.startswith("serve.")
+    }
+    assert "benchmark" in STAGES[stage]["params"]

@@ -15,6 +15,7 @@ from tasks.common.advice_reports import measured_step_share, scaling_fit
 from tasks.common.break_even import advice
 from tasks.common.files import sha256_json
 from tasks.common.machine import machine
+from tasks.common.measured_draft import params_sha256
 from tasks.common.params import Params
 from tasks.common.traffic import Pass
 
@@ -131,6 +132,7 @@ def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict
         "repeats": asked.repeats,
         "concurrency": list(asked.concurrency),
         "temperatures": list(asked.temperatures),
+        "params_sha256": params_sha256(params),
         "requests_at_once": asked.concurrency[0],
         "servers": "side by side, asked in turn" if measured.side_by_side else "one after the other (no room for all)",
         "device": params.target.device,

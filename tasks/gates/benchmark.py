@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from tasks.common.files import sha256_json
-from tasks.common.measured_draft import identities
+from tasks.common.measured_draft import identities, params_sha256
 from tasks.common.params import Params
 from tasks.gates import benchmark_suite as suite
 from tasks.gates.accepted_benchmark import compare
@@ -206,6 +206,7 @@ def _settings(report: dict[str, Any], prompts: pd.DataFrame, params: Params) -> 
         "temperatures": (measured["temperatures"], list(asked.temperatures)),
         "sets": (sorted(measured["sets"]), sorted(asked.sets) or ["heldout"]),
         "drafts": (sorted(others), sorted(asked.drafts)),
+        "params_sha256": (_sections(measured.get("params_sha256")), _sections(params_sha256(params))),
         "prompts_sha256": (measured["prompts_sha256"], sha256_json(sorted(set(prompts["prompt"])))),
         "answers": (headline_cell(report)["requests"], len(prompts)),
     }
@@ -215,6 +216,10 @@ def _settings(report: dict[str, Any], prompts: pd.DataFrame, params: Params) -> 
     yield {"id": "cells", "measured": str(there.total()), "expected": str(len(wanted))}
     for name in sorted((wanted | there.keys()) - {name for name in wanted if there[name] == 1}):
         yield {"id": f"cell {name}", "measured": f"{there[name]} times", "expected": f"{int(name in wanted)} times"}
+
+
+def _sections(sha256: str | None) -> str | None:
+    return sha256 and f"sections benchmark and serve with SHA-256 {sha256[:12]}…"
 
 
 def _cells_of(measured: dict[str, Any], drafts: Sequence[str]) -> set[str]:

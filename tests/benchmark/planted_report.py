@@ -86,6 +86,7 @@ def planted_report(
             "repeats": 3,
             "concurrency": list(concurrency),
             "temperatures": list(temperatures),
+            "params_sha256": "3" * 64,
             "servers": "side by side, asked in turn",
             "device": "cuda",
             "dtype": "bfloat16",

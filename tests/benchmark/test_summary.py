@@ -12,6 +12,7 @@ from tasks.benchmark.rows import cell_rows, prompt_rows
 from tasks.benchmark.summary import compared, headline, summarise
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json
+from tasks.common.measured_draft import params_sha256
 from tasks.common.params import Params
 from tasks.common.server_plan import ServerPlan
 from tests.benchmark.passes import completion, load, made
@@ -123,6 +124,11 @@ def test_a_report_says_when_and_on_what_it_was_measured_and_how_many_prompts_wer
     assert (settings["num_prompts"], settings["prompts"]) == (5, 2)
     assert re.fullmatch(r".+, \d+ cores?", settings["machine"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", settings["measured"])
+
+
+def test_a_report_says_what_was_asked_for_in_params_yaml():
+    settings = report(both(load(2)), num_prompts=5)["settings"]
+    assert settings["params_sha256"] == params_sha256(Params.model_validate({"benchmark": {"num_prompts": 5}}))
 
 
 def test_other_sets_than_the_held_out_prompts_were_not_predicted():

@@ -7,7 +7,7 @@ import pytest
 from tasks.common.files import ARTIFACTS, write_json
 from tasks.gates.benchmark_files import PROMPTS, REPORT, read_report
 from tasks.gates.report import GATES
-from tests.planted_benchmark import DRAFT, SETTINGS, bucket, cell, pooled, write_benchmark
+from tests.planted_benchmark import DRAFT, SETTINGS, asked_for, bucket, cell, pooled, write_benchmark
 
 FALLS = "Longer contexts keep 50% of the shortest contexts' acceptance length above 1"
 SETTING = "The figures were measured with the settings of params.yaml, in every cell once"
@@ -104,8 +104,10 @@ def test_the_headline_is_of_our_draft_greedy_at_the_lowest_concurrency_over_ever
         ),
         cell(set="all"),
     ]
-    write(cells=[*sets, *elsewhere], settings={"sets": ["math", "code"], "concurrency": [1, 4]})
-    verdict = judge_benchmark(serve={"max_running_requests": 4}, benchmark=asked(("math", "code"), (1, 4)))
+    changed = {"serve": {"max_running_requests": 4}, "benchmark": asked(("math", "code"), (1, 4))}
+    settings = {"sets": ["math", "code"], "concurrency": [1, 4]} | asked_for(**changed)
+    write(cells=[*sets, *elsewhere], settings=settings)
+    verdict = judge_benchmark(**changed)
     assert verdict.error == ""
 
 
@@ -123,7 +125,8 @@ def test_a_gap_to_the_prediction_is_first_a_warning(write, judge_benchmark):
 def test_where_no_heldout_prompts_were_asked_nothing_is_compared_with_the_prediction_and_the_page_says_so(
     write, judge_benchmark
 ):
-    write(predicted_accept_length=None, cells=[cell(set="math")], settings={"sets": ["math"]})
+    settings = {"sets": ["math"]} | asked_for(benchmark=asked(["math"]))
+    write(predicted_accept_length=None, cells=[cell(set="math")], settings=settings)
     verdict = judge_benchmark(benchmark=asked(["math"]))
     assert verdict.error == ""
     assert not [sentence for sentence in verdict.findings if "prediction" in sentence]
@@ -188,7 +191,32 @@ def test_figures_measured_with_other_settings_fail_and_each_is_named(write, judg
     }
     verdict = judge_benchmark(benchmark=other, target={"dtype": "bfloat16"})
     assert verdict.outcome("failed") == [SETTING]
-    assert verdict.samples(SETTING) == ["dtype", *other]
+    assert verdict.samples(SETTING) == ["dtype", *other, "params_sha256"]
+
+
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({}, {"serve": {"extra_args": ["--disable-cuda-graph"]}}),
+        ({}, {"serve": {"environment": {"NCCL_ALGO": "Ring"}}}),
+        ({}, {"serve": {"context_length": 1024}}),
+        ({}, {"serve": {"max_running_requests": 4}}),
+        ({}, {"benchmark": {"warmup_prompts": 1}}),
+        ({"benchmark": {"drafts": {"theirs": "a/draft"}}}, {"benchmark": {"drafts": {"theirs": "another/draft"}}}),
+    ],
+)
+def test_figures_of_other_flags_or_of_other_files_of_the_same_name_fail(write, judge_benchmark, then, now):
+    cells = [cell(), *([cell(draft="theirs")] if then else [])]
+    write(cells=cells, settings=asked_for(**then))
+    assert judge_benchmark(**then).error == ""
+    verdict = judge_benchmark(**now)
+    assert verdict.samples(SETTING) == ["params_sha256"]
+    assert "params_sha256: measured sections benchmark and serve with SHA-256 " in verdict.error
+
+
+def test_a_report_that_does_not_say_what_was_asked_for_fails(write, judge_benchmark):
+    write(settings={"params_sha256": None})
+    assert "params_sha256: measured absent" in judge_benchmark().error
 
 
 @pytest.mark.parametrize(
@@ -255,7 +283,7 @@ TWO = {"concurrency": [1, 2]}
     ],
 )
 def test_every_cell_is_there_once_and_no_other(write, judge_benchmark, cells, named):
-    write(cells=cells, settings=TWO)
+    write(cells=cells, settings=TWO | asked_for(benchmark=TWO))
     verdict = judge_benchmark(benchmark=TWO)
     assert verdict.outcome("failed") == [SETTING]
     assert {name for name in named if name.startswith("cell ")} == {
@@ -267,8 +295,12 @@ def test_every_cell_is_there_once_and_no_other(write, judge_benchmark, cells, na
 
 
 def test_a_draft_that_lacks_a_cell_is_named(write, judge_benchmark):
-    write(cells=[cell(), cell(concurrency=2), cell(draft="theirs")], settings=TWO)
-    verdict = judge_benchmark(benchmark=TWO | {"drafts": {"theirs": "someone/draft"}})
+    with_theirs = TWO | {"drafts": {"theirs": "someone/draft"}}
+    write(
+        cells=[cell(), cell(concurrency=2), cell(draft="theirs")],
+        settings=TWO | asked_for(benchmark=with_theirs),
+    )
+    verdict = judge_benchmark(benchmark=with_theirs)
     assert verdict.samples(SETTING) == ["cells", "cell theirs: heldout, 2 at once, temperature 0"]
 
 

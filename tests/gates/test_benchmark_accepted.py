@@ -9,7 +9,7 @@ import pytest
 from tasks.common.files import REPORTS, read_json, write_json
 from tasks.common.params import Gates
 from tasks.gates.accepted_benchmark import compare
-from tests.planted_benchmark import cell, pooled, write_benchmark
+from tests.planted_benchmark import asked_for, cell, pooled, write_benchmark
 
 REPORT = REPORTS / "benchmark.json"
 NO_LOWER = "Acceptance length is at most gates.max_accept_length_drop below that of the accepted report"
@@ -111,11 +111,11 @@ def test_a_rise_passes(judge_benchmark):
 
 
 def test_a_set_that_falls_is_named_though_all_together_do_not(judge_benchmark):
-    sets = ("code", "math")
+    asked = {"sets": {name: f"{name}.jsonl" for name in ("code", "math")}}
     write_sets({"code": 100, "math": 200})
     accept()
-    write_sets({"code": 85, "math": 215})
-    verdict = judge_benchmark(benchmark={"sets": {name: f"{name}.jsonl" for name in sets}})
+    write_sets({"code": 85, "math": 215}, **asked_for(benchmark=asked))
+    verdict = judge_benchmark(benchmark=asked)
     assert verdict.outcome("failed") == [NO_LOWER]
     assert verdict.samples(NO_LOWER) == ["code"]
 
@@ -171,6 +171,13 @@ def test_an_acceptance_length_of_other_settings_is_not_compared(settings, said):
     write(correct=100)
     compared = compare(read_json(REPORT), Gates())
     assert (compared.against, compared.table) == (f"nothing: commit {commit} {said}", None)
+
+
+def test_other_flags_of_the_servers_do_not_make_another_acceptance_length(judge_benchmark):
+    write(correct=290, **asked_for(serve={"extra_args": ["--tp-size", "2"]}))
+    accept()
+    write(correct=100)
+    assert judge_benchmark().outcome("failed") == [NO_LOWER]
 
 
 def test_that_it_was_not_compared_stands_on_the_page(judge_benchmark):

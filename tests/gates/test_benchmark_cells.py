@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.planted_benchmark import cell, write_benchmark
+from tests.planted_benchmark import asked_for, cell, write_benchmark
 
 ROUNDS = "The server verified drafts in every cell"
 DEFINITION = "Every cell's acceptance length is 1 + correct drafts / rounds, and its survival sums to it"
@@ -42,9 +42,12 @@ def judge_cells(tmp_path, monkeypatch, judge_benchmark):
             "concurrency": sorted({1} | {one["concurrency"] for one in cells}),
             "temperatures": sorted({0.0} | {one["temperature"] for one in cells}),
         }
-        write_benchmark(cells=[cell(), *cells], settings={"dtype": dtype} | asked)
-        serve = {"max_running_requests": asked["concurrency"][-1]}
-        return judge_benchmark(benchmark={"drafts": others} | asked, serve=serve, **sections)
+        changed = {
+            "benchmark": {"drafts": others} | asked,
+            "serve": {"max_running_requests": asked["concurrency"][-1]},
+        }
+        write_benchmark(cells=[cell(), *cells], settings={"dtype": dtype} | asked | asked_for(**changed))
+        return judge_benchmark(**changed, **sections)
 
     return judged
 
