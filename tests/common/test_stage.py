@@ -26,14 +26,7 @@ with ending_in_words("measure"):
 
 def started(deed: str) -> subprocess.Popen:
     command = [sys.executable, "-c", _COMMAND.format(deed=deed)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(command, **pipes, cwd=ROOT, preexec_fn=_take_signals)
-
-
-def _take_signals() -> None:
-    """What runs these tests may ignore them, as nohup and a shell's background do, and a child inherits that."""
-    for number in (signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
 
 def outcome(process: subprocess.Popen) -> tuple[str, str]:
