@@ -40,9 +40,10 @@ def processes_in(root: Path, name: str = "") -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             inside = Path(process.cwd()).is_relative_to(root)
-            if inside and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
+            is_live = process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid()
+            if inside and is_live and name in ("", process.name()):
                 found.append(process)
-    return [process for process in found if name in ("", process.name())]
+    return found
 
 
 def until(condition: Callable[[], Any], seconds: float = _PATIENCE_SECONDS, every: float = 0.2) -> Any:
