@@ -17,6 +17,7 @@ _WARN_DIFFERENCE, _MAX_DIFFERENCE = 0.10, 0.25
 ROUNDING = 0.001
 # Of the shortest contexts' AL - 1 what must be left in longer ones.
 _MIN_LEFT = 0.5
+_DISAGREE = because("S5", "Two figures of one measurement that disagree: one of them is another measurement's.", AGAIN)
 
 
 def figure_suite(gates: Gates, lossless: Severity, *, predicted: bool) -> list[gxe.Expectation]:
@@ -66,18 +67,14 @@ def figure_suite(gates: Gates, lossless: Severity, *, predicted: bool) -> list[g
             max_value=ROUNDING,
             severity="critical",
             description="Survival over the positions sums to acceptance length - 1",
-            meta=because(
-                "S5", "Two figures of one measurement that disagree: one of them is another measurement's.", AGAIN
-            ),
+            meta=_DISAGREE,
         ),
         gxe.ExpectColumnValuesToBeBetween(
             column="table_error",
             max_value=ROUNDING,
             severity="critical",
             description="Speed-up and break-even acceptance length are those of the table",
-            meta=because(
-                "S5", "Two figures of one measurement that disagree: one of them is another measurement's.", AGAIN
-            ),
+            meta=_DISAGREE,
         ),
         gxe.ExpectColumnValuesToBeBetween(
             column="speedup",

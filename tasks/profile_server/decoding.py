@@ -52,7 +52,8 @@ def step_ms(server: ProfiledServer, prompts: Sequence[list[int]], requests: int)
     Raises:
         DraftlineError: the others did not last as long as the request that is timed.
     """
-    return median(_time_step(server, prompts, requests) for _ in range(_REPEATS)) * 1e3
+    tokens = _tokens_that_last(server, prompts, requests)
+    return median(_time_step(server, prompts, requests, tokens) for _ in range(_REPEATS)) * 1e3
 
 
 def trace_steps(server: ProfiledServer, prompts: Sequence[list[int]], requests: int, folder: Path) -> Path:
@@ -85,16 +86,16 @@ def trace_steps(server: ProfiledServer, prompts: Sequence[list[int]], requests: 
     return found[0]
 
 
-def _time_step(server: ProfiledServer, prompts: Sequence[list[int]], requests: int) -> float:
-    """Seconds, of one measurement."""
+def _time_step(server: ProfiledServer, prompts: Sequence[list[int]], requests: int, tokens: int) -> float:
+    """Seconds, of one measurement beside requests of so many tokens."""
     observer = prompts[(requests - 1) % len(prompts)]
 
-    def ask(tokens: int) -> Completion:
-        answer = server.generate(observer, _sampling(tokens))
+    def ask(new: int) -> Completion:
+        answer = server.generate(observer, _sampling(new))
         _require_running(others, server)
         return answer
 
-    with _decoding(server, prompts, requests - 1, _tokens_that_last(server, prompts, requests)) as others:
+    with _decoding(server, prompts, requests - 1, tokens) as others:
         ask(_SHORT_TOKENS)  # its prompt is in the prefix cache from here on
         short = ask(_SHORT_TOKENS)
         more = round(_LONG_S / short.seconds * _SHORT_TOKENS)
