@@ -147,7 +147,7 @@ def test_a_flag_of_the_user_that_is_no_number_is_named_by_its_parameter(make_pla
         ("[]", "expected a JSON object, found list"),
         ("{}", r"holds no contract\. Export the draft again"),
         ('{"contract": null}', r"holds no contract\. Export the draft again"),
-        ('{"contract": {"x": 1}}', r"holds no contract \(architecture: is missing\)"),
+        ('{"contract": {"x": 1}}', r"holds no contract \(x: Extra inputs are not permitted \(found 1\)\)"),
         ("[" * 9999, "not valid JSON"),
     ],
 )
