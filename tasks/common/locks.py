@@ -7,6 +7,7 @@ file says of its holder counts while it is locked alone.
 import fcntl
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -41,9 +42,16 @@ def locks_alone(file: int) -> bool:
     return True
 
 
-def wait_alone(file: int) -> None:
-    """Take the lock as soon as nobody has it."""
-    fcntl.flock(file, fcntl.LOCK_EX)
+def wait_alone(file: int, waiting: str) -> None:
+    """Take the lock as soon as nobody has it.
+
+    Args:
+        waiting: what is said to people where somebody has it; `{}` stands for the process.
+    """
+    if not locks_alone(file):
+        print(waiting.format(read(file)), file=sys.stderr, flush=True)
+        fcntl.flock(file, fcntl.LOCK_EX)
+    _name_holder(file)
 
 
 def write(file: int, text: str) -> None:
@@ -68,5 +76,9 @@ def alone_on(path: Path, refusal: str) -> Iterator[None]:
     with opened(path) as file:
         if not locks_alone(file):
             raise DraftlineError(refusal.format(read(file)))
-        write(file, f"pid {os.getpid()} on {socket.gethostname()}")
+        _name_holder(file)
         yield
+
+
+def _name_holder(file: int) -> None:
+    write(file, f"pid {os.getpid()} on {socket.gethostname()}")

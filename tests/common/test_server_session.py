@@ -143,3 +143,16 @@ def test_a_zombie_is_not_alive():
     born = Process.of(process.pid)
     until(lambda: not born.is_alive)
     process.wait()
+
+
+def test_a_start_behind_another_runs_says_whom_it_waits_for_and_goes_on(tmp_path):
+    claim = "import pathlib, sys; from tasks.common.server_session import claiming\nwith claiming(31203, pathlib.Path(sys.argv[1])): "
+    words = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    first = subprocess.Popen(
+        [sys.executable, "-c", claim + "print('in', flush=True); sys.stdin.read()", str(tmp_path)], **words
+    )
+    assert first.stdout.readline() == "in\n"
+    second = subprocess.Popen([sys.executable, "-c", claim + "print('in')", str(tmp_path)], **words)
+    assert second.stderr.readline().startswith(f"Another run starts a server (pid {first.pid} on ")
+    first.communicate("")
+    assert second.communicate() == ("in\n", "")
