@@ -32,6 +32,7 @@ ORDER = [
 PLUMBING = {
     f"tasks/common/{name}.py"
     for name in (
+        "benchmark_names",
         "errors",
         "files",
         "git",

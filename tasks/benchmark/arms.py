@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
+from tasks.common.benchmark_names import BASELINE, OURS
 from tasks.common.params import Params
 from tasks.common.server_plan import ServerPlan, baseline_plan
 from tasks.common.speculative_plan import speculative_plan
 from tasks.common.target_source import locate_draft
-
-BASELINE, OURS = "baseline", "speculative"
 
 
 @dataclass(frozen=True)

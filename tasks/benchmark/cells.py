@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from tasks.benchmark.arms import BASELINE, OURS
+from tasks.common.benchmark_names import BASELINE, OURS, POOLED
 
-POOLED = "all"
 _LABELS = {OURS: "this draft", BASELINE: "plain server"}
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.benchmark.arms import BASELINE, OURS
 from tasks.benchmark.cells import by_draft, label, ms, of_ours
 from tasks.benchmark.drawing import (
     PLOTS,
@@ -17,6 +16,7 @@ from tasks.benchmark.drawing import (
     style_of,
     write_csv,
 )
+from tasks.common.benchmark_names import BASELINE, OURS
 
 
 def plot_speedup(report: dict, folder: Path = PLOTS) -> Plot:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.benchmark.arms import BASELINE, OURS
+from tasks.common.benchmark_names import BASELINE, OURS
 from tasks.common.files import REPORTS, write_atomically
 
 PLOTS = REPORTS / "plots"

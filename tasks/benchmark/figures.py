@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median, stdev
 
-from tasks.benchmark.cells import POOLED
 from tasks.common.acceptance import Acceptance, pool
+from tasks.common.benchmark_names import POOLED
 from tasks.common.sglang_client import Completion
 from tasks.common.traffic import Load, Pass, Question, percentile
 

@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.benchmark.arms import OURS
-from tasks.benchmark.cells import POOLED, heading, ms, number, percent, requests
+from tasks.benchmark.cells import heading, ms, number, percent, requests
 from tasks.benchmark.drawing import Plot
 from tasks.benchmark.plots import left_out
+from tasks.common.benchmark_names import OURS, POOLED
 from tasks.common.files import REPORTS, write_atomically
 from tasks.common.page import render_page
 

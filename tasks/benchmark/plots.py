@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from tasks.benchmark.arms import BASELINE, OURS
 from tasks.benchmark.cells import by_draft, label, number, of_ours, requests
 from tasks.benchmark.curves import plot_latency, plot_speedup
 from tasks.benchmark.drawing import (
@@ -18,6 +17,7 @@ from tasks.benchmark.drawing import (
     style_of,
     write_csv,
 )
+from tasks.common.benchmark_names import BASELINE, OURS
 
 # Bars beyond which a number on each would touch the next.
 _MOST_LABELLED = 12

@@ -1,5 +1,6 @@
 """What is asked: the run's held-out prompts, or sets of questions by path."""
 
+from tasks.common.benchmark_names import HELDOUT
 from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
 from tasks.common.prompts import spread_over_domains
@@ -7,8 +8,6 @@ from tasks.common.question_sets import read_set, render_set, require_room
 from tasks.common.responses import read_responses
 from tasks.common.target import load_tokenizer
 from tasks.common.traffic import Load, Question
-
-HELDOUT = "heldout"
 
 
 def loads_of(params: Params) -> list[Load]:

@@ -1,7 +1,7 @@
 """The benchmark in tables for the terminal."""
 
-from tasks.benchmark.arms import OURS
-from tasks.benchmark.cells import POOLED, counted, heading, ms, number, percent, requests
+from tasks.benchmark.cells import counted, heading, ms, number, percent, requests
+from tasks.common.benchmark_names import OURS, POOLED
 from tasks.common.console import console
 
 # A log or a chat message shows lines of this many columns without breaking them.

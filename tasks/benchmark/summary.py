@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 
-from tasks.benchmark.arms import BASELINE, OURS, Arm
+from tasks.benchmark.arms import Arm
 from tasks.benchmark.cells import requests
 from tasks.benchmark.conditions import shown
 from tasks.benchmark.figures import Comparison, Pair, compare, speed
 from tasks.benchmark.measure import Measured
-from tasks.benchmark.questions import HELDOUT
 from tasks.benchmark.rows import acceptance_and_speed, by_context, by_domain, cell, rounded
 from tasks.common.advice_reports import measured_step_share, scaling_fit
+from tasks.common.benchmark_names import BASELINE, HELDOUT, OURS
 from tasks.common.break_even import advice
 from tasks.common.files import sha256_json
 from tasks.common.machine import machine

@@ -17,13 +17,12 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tasks.common.benchmark_names import BASELINE, OURS, POOLED
 from tasks.common.dvc_files import DvcFiles
 from tasks.common.files import REPORTS, read_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-
-_OWN = "speculative"
 
 
 class Point(NamedTuple):
@@ -88,14 +87,14 @@ def _served(report: dict[str, Any]) -> list[Point]:
         ),
         *_survival("", _benches(report)),
         *_by_concurrency(report),
-        *(point for draft in report["drafts"] if draft != _OWN for point in _foreign(report, draft)),
+        *(point for draft in report["drafts"] if draft != OURS for point in _foreign(report, draft)),
     ]
 
 
 def _benches(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """What was measured with the run's own draft, each name once: a set by path is a domain as well."""
     domains = {row["domain"]: row for row in report["by_domain"]}
-    return domains | _sets(report, _OWN) | {"all": report["speculative"]}
+    return domains | _sets(report, OURS) | {POOLED: report["speculative"]}
 
 
 def _sets(report: dict[str, Any], draft: str) -> dict[str, dict[str, Any]]:
@@ -120,11 +119,11 @@ def _by_concurrency(report: dict[str, Any]) -> list[Point]:
     points = []
     for cell in _greedy(report):
         draft, of_set, at = cell["draft"], cell["set"], cell["concurrency"]
-        prefix = "" if draft == _OWN else f"{draft}/"
+        prefix = "" if draft == OURS else f"{draft}/"
         points.append(Point(f"{prefix}speedup/{of_set}", cell["speedup"], at))
         points.append(Point(f"tokens_per_s/{of_set}/{draft}", cell["tokens_per_s"]["pooled"], at))
-        if draft == _OWN:
-            points.append(Point(f"tokens_per_s/{of_set}/baseline", cell["baseline_tokens_per_s"]["pooled"], at))
+        if draft == OURS:
+            points.append(Point(f"tokens_per_s/{of_set}/{BASELINE}", cell["baseline_tokens_per_s"]["pooled"], at))
     return points
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
+from tasks.common.benchmark_names import RESERVED_NAMES
 from tasks.common.errors import DraftlineError
 from tasks.common.params_errors import described, kinds_of
 from tasks.common.params_texts import PathText, require_fitting_words, require_possible_texts, require_programs
@@ -20,8 +21,6 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 StorageDtype = Literal["float32", "bfloat16", "float16", "float8"]
 Count = Annotated[int, Field(gt=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-# Names that the benchmark gives itself.
-RESERVED_NAMES = ("baseline", "speculative", "heldout", "all")
 _IN_QUOTES = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
 
 

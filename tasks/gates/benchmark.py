@@ -9,13 +9,14 @@ from typing import Any
 
 import pandas as pd
 
+from tasks.common.benchmark_names import OURS, POOLED
 from tasks.common.files import sha256_json
 from tasks.common.measured_draft import identities, params_sha256
 from tasks.common.params import Params
 from tasks.gates import benchmark_suite as suite
 from tasks.gates.accepted_benchmark import compare
 from tasks.gates.benchmark_cells import accept_length, cell_name, cell_tables
-from tasks.gates.benchmark_files import OURS, POOLED, headline_cell, headline_cells, read_answers, read_report
+from tasks.gates.benchmark_files import headline_cell, headline_cells, read_answers, read_report
 from tasks.gates.benchmark_suite import Severity
 from tasks.gates.gate import Gate
 from tasks.gates.report import Histogram

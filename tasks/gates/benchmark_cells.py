@@ -6,8 +6,8 @@ from typing import Any
 import great_expectations.expectations as gxe
 import pandas as pd
 
+from tasks.common.benchmark_names import OURS
 from tasks.common.params import Dtype
-from tasks.gates.benchmark_files import OURS
 from tasks.gates.benchmark_suite import AGAIN, MAX_SPEEDUP_OVER_ACCEPT_LENGTH, ROUNDING, Severity
 from tasks.gates.suite import Table, because, show
 

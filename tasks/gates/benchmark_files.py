@@ -6,13 +6,13 @@ from typing import Annotated, Any
 import pandas as pd
 from pydantic import ConfigDict, Field, model_validator
 
+from tasks.common.benchmark_names import OURS, POOLED
 from tasks.common.errors import DraftlineError
 from tasks.common.files import REPORTS
 from tasks.common.forms import Form, read_form
 from tasks.gates.benchmark_suite import AGAIN
 
 REPORT, PROMPTS = REPORTS / "benchmark.json", REPORTS / "benchmark_prompts.csv"
-OURS, POOLED = "speculative", "all"
 _DAMAGED = f"It is damaged, or was written by another version. {AGAIN}"
 _TEXTS = ("prompt", "domain")
 _NUMBERS = (
