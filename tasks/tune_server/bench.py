@@ -45,5 +45,5 @@ class Bench(Protocol):
     def remaining(self) -> float:
         """Seconds of the budget that are left."""
 
-    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, standing: Sequence[Candidate]) -> Measured:
-        """Ask the plain server and each of `batch`; of other servers that run, the last in `standing` makes room first."""
+    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, ranked: Sequence[Candidate]) -> Measured:
+        """Ask the plain server and each of `batch`; of other servers that run, the last in `ranked` makes room first."""

@@ -18,6 +18,7 @@ from tasks.tune_server.bench import Measured
 from tasks.tune_server.candidates import PLAIN, Candidate
 from tasks.tune_server.costs import REPEATS
 from tasks.tune_server.results import Result
+from tasks.tune_server.schedule import MOST_TIMES
 from tasks.tune_server.servers import Budget, Fleet, OutOfBudget
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class ServerBench:
         self._budget, self._fleet = budget, fleet
         self.capacity = fleet.limit
         # On a CPU servers that start together take the time of all.
-        self.starts_together = fleet.starts_together and params.target.device != "cpu"
+        self.starts_together = fleet.can_start_together and params.target.device != "cpu"
         self.least_questions = len(self._load(_FEW).questions)
 
     @property
@@ -50,18 +51,21 @@ class ServerBench:
         """Seconds of the budget that are left."""
         return self._budget.remaining()
 
-    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, standing: Sequence[Candidate]) -> Measured:
+    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, ranked: Sequence[Candidate]) -> Measured:
         """As bench.Bench says.
 
         Raises:
             DraftlineError: the plain server failed; without it nothing can be compared.
         """
-        asked = _Asked(self._load(questions))
-        arms = [PLAIN, *batch]
+        asked, arms = _Asked(self._load(questions)), [PLAIN, *batch]
+        warm = asked.load.warm_up(self._params.benchmark.warmup_prompts)
         try:
             for group in [arms] if self.capacity > 1 else [[arm] for arm in arms]:
-                new, began = self._start(group, standing, asked)
-                warm = asked.load.warm_up(self._params.benchmark.warmup_prompts)
+                if self.starts_together and not self._fleet.running:
+                    self._start_plain_alone(ranked, warm, asked)
+                began, before = time.monotonic(), set(self._fleet.running)
+                asked.fail(self._fleet.ensure(group, ranked))
+                new = [candidate for candidate in asked.alive(group) if candidate not in before]
                 answers = len(new) * len(warm.questions) + REPEATS * len(asked.alive(group)) * len(asked.load.questions)
                 with progress(total=answers, desc=f"rung {rung}", unit="answer") as bar:
                     self._warm_up(new, warm, asked, bar)
@@ -77,25 +81,17 @@ class ServerBench:
         asked = self._params.benchmark
         return Load.of("heldout", self._questions, questions, self._concurrency, 0.0, asked.max_new_tokens)
 
-    def _start(
-        self, group: Sequence[Candidate], standing: Sequence[Candidate], asked: "_Asked"
-    ) -> tuple[list[Candidate], float]:
-        """
-        Returns:
-            Those that were not up before, and when their start began.
-        """
-        if self.starts_together and not self._fleet.running:
-            # The first on a fresh host reads all from disk and compiles kernels that the others find: what it takes says
-            # nothing of them, so it is alone and does not count.
-            asked.fail(self._fleet.ensure([PLAIN], standing))
-        began, before = time.monotonic(), set(self._fleet.running)
-        asked.fail(self._fleet.ensure(group, standing))
-        return [candidate for candidate in asked.alive(group) if candidate not in before], began
+    def _start_plain_alone(self, ranked: Sequence[Candidate], warm: Load, asked: "_Asked") -> None:
+        """The first on a fresh host reads all from disk and compiles kernels that the others find: what it takes says nothing
+        of them, so it does not count."""
+        asked.fail(self._fleet.ensure([PLAIN], ranked))
+        with progress(total=len(warm.questions), desc="warm-up", unit="answer") as bar:
+            self._warm_up([PLAIN], warm, asked, bar)
 
     def _warm_up(self, new: Sequence[Candidate], warm: Load, asked: "_Asked", bar: "tqdm") -> None:
         for candidate in new:
             with self._surviving(candidate, asked):
-                self._require_room(candidate, asked.load)
+                self._require_room(candidate)
                 made = self._run(candidate, warm, 0, bar)
                 if candidate == PLAIN:
                     asked.warm = [made]
@@ -107,7 +103,9 @@ class ServerBench:
 
         return run_load(self._fleet.running[candidate], load, candidate.name, repeat, answered)
 
-    def _require_room(self, candidate: Candidate, load: Load) -> None:
+    def _require_room(self, candidate: Candidate) -> None:
+        """For all that later rungs may ask: a request that waits for room makes its server look slow."""
+        load = self._load(MOST_TIMES * self.least_questions)
         room = self._fleet.running[candidate].server_info().get("max_total_num_tokens")
         needed = load.most_tokens(candidate.shape.reserved if candidate.shape else 0)
         if room is not None and room < needed:

@@ -33,7 +33,7 @@ class Budget:
         """Below zero once it is spent."""
         return self._ends - time.monotonic()
 
-    def require(self, *_: object) -> None:
+    def require(self) -> None:
         """
         Raises:
             OutOfBudget: nothing is left.
@@ -55,8 +55,8 @@ class Fleet:
         self.limit = _most_servers(params)
 
     @property
-    def starts_together(self) -> bool:
-        """Whether servers start at the same time.
+    def can_start_together(self) -> bool:
+        """Whether servers may start at the same time.
 
         On a GPU each sizes its cache from the memory that is free when it looks; only a stated size is safe from that.
         """
@@ -70,8 +70,8 @@ class Fleet:
             for candidate in self.running:
                 stack.callback(self._stop, candidate)
 
-    def ensure(self, wanted: Sequence[Candidate], standing: Sequence[Candidate]) -> dict[Candidate, str]:
-        """Have the servers of `wanted` run; others make room, those that stand worst first.
+    def ensure(self, wanted: Sequence[Candidate], ranked: Sequence[Candidate]) -> dict[Candidate, str]:
+        """Have the servers of `wanted` run; others make room, those that rank last first.
 
         Returns:
             Why those that do not run do not.
@@ -80,15 +80,15 @@ class Fleet:
             OutOfBudget: they were not up in time.
         """
         missing, failed = [c for c in wanted if c not in self.running], {}
-        self._make_room(len(missing), wanted, standing)
+        self._make_room(len(missing), wanted, ranked)
         for candidate in missing:
             try:
                 self._launch(candidate)
-                if not self.starts_together:
+                if not self.can_start_together:
                     self._wait(candidate)
             except DraftlineError as error:
                 failed[candidate] = self.drop(candidate, error)
-        for candidate in missing if self.starts_together else ():
+        for candidate in missing if self.can_start_together else ():
             if candidate not in failed:
                 try:
                     self._wait(candidate)
@@ -126,8 +126,8 @@ class Fleet:
             if (chosen := Shape(*numbers)) != candidate.shape:
                 raise DraftlineError(f"SGLang chose {chosen} on its own, expected was {candidate.shape}")
 
-    def _make_room(self, count: int, wanted: Sequence[Candidate], standing: Sequence[Candidate]) -> None:
-        rank = {candidate: place for place, candidate in enumerate(standing)}
+    def _make_room(self, count: int, wanted: Sequence[Candidate], ranked: Sequence[Candidate]) -> None:
+        rank = {candidate: place for place, candidate in enumerate(ranked)}
         others = [candidate for candidate in self.running if candidate not in wanted]
         others.sort(key=lambda candidate: rank.get(candidate, len(rank)))
         while others and len(self.running) + count > self.limit:

@@ -53,7 +53,7 @@ class Bench:
     def remaining(self) -> float:
         return self._budget - self.clock
 
-    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, standing: Sequence[Candidate]) -> Measured:
+    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, ranked: Sequence[Candidate]) -> Measured:
         self.asked.append((rung, questions, tuple(batch)))
         if self.capacity == 1:
             self.running = set()
@@ -65,7 +65,7 @@ class Bench:
         alive = [c for c in batch if c not in failed]
         for candidate in (PLAIN, *alive):
             self.clock += REPEATS * questions * self._answer_s(candidate)
-        kept = [c for c in (*standing, *self.running) if c not in batch and c in self.running and c != PLAIN]
+        kept = [c for c in (*ranked, *self.running) if c not in batch and c in self.running and c != PLAIN]
         self.running = {PLAIN, *alive, *kept[: self.capacity - 1 - len(alive)]} if self.capacity > 1 else set()
         results = {c: self._result(c, questions, rung) for c in alive}
         is_cut = self._cut_after is not None and len(self.asked) >= self._cut_after

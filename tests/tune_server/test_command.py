@@ -94,10 +94,10 @@ class Ending(Bench):
         super().__init__(3000)
         self._error, self._rung = error, rung
 
-    def measure(self, batch, questions, rung, standing):
+    def measure(self, batch, questions, rung, ranked):
         if rung == self._rung:
             raise self._error
-        return super().measure(batch, questions, rung, standing)
+        return super().measure(batch, questions, rung, ranked)
 
 
 @pytest.mark.parametrize("error", [lambda: DraftlineError("the plain server failed"), lambda: SystemExit(143)])

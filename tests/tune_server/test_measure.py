@@ -109,28 +109,33 @@ def test_a_candidate_that_fails_leaves_the_others_and_the_plain_server_ends_it()
 
 
 class Answering:
-    """A server that gives the same answer always."""
+    """A server that gives the same answer always.
 
-    def __init__(self, histogram: tuple[int, ...] = ()):
-        self._histogram = histogram
+    Attributes:
+        asked: what was asked of it, in order.
+    """
+
+    def __init__(self, histogram: tuple[int, ...] = (), room: int = 10_000):
+        self._histogram, self._room, self.asked = histogram, room, []
 
     def flush_cache(self) -> None:
-        pass
+        self.asked.append("flush")
 
     def server_info(self) -> dict:
-        return {}
+        return {"max_total_num_tokens": self._room}
 
     def generate(self, *_, **__) -> Completion:
+        self.asked.append("answer")
         return answer(9, 0.5, 0.1, self._histogram)
 
 
 class TwoServers:
-    limit, starts_together = 4, False
+    limit, can_start_together = 4, False
 
     def __init__(self):
         self.running = {}
 
-    def ensure(self, wanted, standing):
+    def ensure(self, wanted, ranked):
         self.running |= {candidate: Answering(ROUNDS if candidate.shape else ()) for candidate in wanted}
         return {}
 
@@ -152,7 +157,7 @@ class FewAnswers(Budget):
         super().__init__(60)
         self._left = answers
 
-    def require(self, *_: object) -> None:
+    def require(self) -> None:
         self._left -= 1
         if self._left < 0:
             raise OutOfBudget
@@ -165,25 +170,64 @@ def test_where_no_pass_was_ended_the_warm_up_tells_what_an_answer_takes():
     assert measured.plain_answer_s > 0
 
 
-class FreshHost:
-    """Servers that are asked for, in groups; the second group is not up in time."""
+class FreshHost(TwoServers):
+    """Servers that are asked for, in groups."""
 
-    limit, starts_together = 4, True
+    can_start_together = True
 
-    def __init__(self):
-        self.running, self.groups = {}, []
+    def __init__(self, in_time: int = 9):
+        super().__init__()
+        self.groups, self._in_time = [], in_time
 
-    def ensure(self, wanted, standing):
+    def ensure(self, wanted, ranked):
         self.groups.append(list(wanted))
-        if len(self.groups) > 1:
+        if len(self.groups) > self._in_time:
             raise OutOfBudget
-        self.running |= dict.fromkeys(wanted)
-        return {}
+        return super().ensure([candidate for candidate in wanted if candidate not in self.running], ranked)
+
+
+def on_a_gpu(fleet: TwoServers, questions=LOAD.questions) -> ServerBench:
+    params = {"target": {"device": "cuda"}, "benchmark": {"warmup_prompts": 2}}
+    return ServerBench(Params.model_validate(params), 1, questions, Budget(60), fleet)
 
 
 def test_on_a_gpu_the_plain_server_compiles_alone_for_those_that_start_together():
     fleet = FreshHost()
-    bench = ServerBench(Params.model_validate({"target": {"device": "cuda"}}), 1, LOAD.questions, Budget(60), fleet)
-    measured = bench.measure([DRAFTED], 2, 0, [])
+    measured = on_a_gpu(fleet).measure([DRAFTED], 2, 0, [])
     assert fleet.groups == [[PLAIN], [PLAIN, DRAFTED]]
+    assert measured.started == 1
+    assert set(measured.results) == {DRAFTED}
+
+
+def test_the_plain_server_that_starts_alone_is_as_warm_as_the_others():
+    fleet = FreshHost()
+    on_a_gpu(fleet).measure([DRAFTED], 2, 0, [])
+    for server in fleet.running.values():
+        assert server.asked[:4] == ["answer", "answer", "flush", "answer"]
+
+
+def test_where_no_other_server_is_up_in_time_the_one_that_started_alone_tells_what_an_answer_takes():
+    measured = on_a_gpu(FreshHost(in_time=1)).measure([DRAFTED], 2, 0, [])
     assert (measured.started, measured.is_cut) == (0, True)
+    assert measured.plain_answer_s > 0
+
+
+def test_a_cache_must_hold_what_later_rungs_ask_as_well():
+    late = (*[Question(f"q{n}", "chat", [1]) for n in range(63)], Question("long", "chat", [1] * 500))
+
+    class Small(FreshHost):
+        def ensure(self, wanted, ranked):
+            failed = super().ensure(wanted, ranked)
+            if DRAFTED in self.running:
+                self.running[DRAFTED] = Answering(ROUNDS, room=550)
+            return failed
+
+        def drop(self, candidate, error):
+            del self.running[candidate]
+            return str(error)
+
+    needed = 500 + Params().benchmark.max_new_tokens + DRAFTED.shape.reserved
+    assert on_a_gpu(Small(), late[:63]).measure([DRAFTED], 4, 0, []).failed == {}
+    assert on_a_gpu(Small(), late).measure([DRAFTED], 4, 0, []).failed == {
+        DRAFTED: f"its cache holds 550 tokens, and the requests can come to {needed}"
+    }

@@ -65,7 +65,7 @@ def test_the_minutes_that_a_search_is_told_to_need_compare_all(together, capacit
 
 def test_a_search_that_no_server_answered_is_told_what_it_needs_at_least():
     class NeverUp(Bench):
-        def measure(self, batch, questions, rung, standing):
+        def measure(self, batch, questions, rung, ranked):
             self.clock += 33
             return Measured({}, is_cut=True)
 
@@ -77,7 +77,7 @@ def test_a_search_that_no_server_answered_is_told_what_it_needs_at_least():
 
 def test_an_answer_that_the_plain_server_was_warmed_up_with_tells_what_would_do():
     class NoWholeRepeat(Bench):
-        def measure(self, batch, questions, rung, standing):
+        def measure(self, batch, questions, rung, ranked):
             self.clock += 60
             return Measured({}, started=2, start_s=40.0, plain_answer_s=4.0, is_cut=True)
 

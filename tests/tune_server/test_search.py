@@ -254,10 +254,10 @@ def test_where_every_server_fails_there_is_no_best():
 )
 def test_a_search_that_is_ended_says_why_and_keeps_what_was_measured(error, said):
     class Ending(Bench):
-        def measure(self, batch, questions, rung, standing):
+        def measure(self, batch, questions, rung, ranked):
             if rung:
                 raise error
-            return super().measure(batch, questions, rung, standing)
+            return super().measure(batch, questions, rung, ranked)
 
     search = Search(space(), Ending(3000))
     with pytest.raises(type(error)):
