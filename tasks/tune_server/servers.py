@@ -115,7 +115,12 @@ class Fleet:
         patience = min(plan.startup_timeout_s, max(1, math.ceil(self._budget.remaining())))
         server = Server(replace(plan, startup_timeout_s=patience))
         self.running[candidate] = server
-        server.launch()
+        try:
+            server.launch()
+        except DraftlineError:
+            if plan.port not in ports_of_others() and port_is_free(plan.port):
+                raise
+            self._launch(candidate)  # another run took the port meanwhile: the next one
 
     def _wait(self, candidate: Candidate) -> None:
         server = self.running[candidate]
