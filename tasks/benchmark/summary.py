@@ -36,6 +36,7 @@ def summarise(
     ours = headline(comparisons)
     steps, pairs, acceptance = params.serve.num_steps, ours.pairs, ours.acceptance
     parted = next((pair for pair in pairs if pair.first_difference is not None), None)
+    settings = _settings(measured, params, pairs) | dict(identity)
     return {
         "speculative": acceptance_and_speed(pairs, steps)
         | {
@@ -66,8 +67,8 @@ def summarise(
             for arm in arms
             if arm.plan.draft
         },
-        "advice": list(_advice(comparisons, ours.name, params)),
-        "settings": _settings(measured, params, pairs) | dict(identity),
+        "advice": list(_advice(comparisons, ours.name, params, settings)),
+        "settings": settings,
     }
 
 
@@ -83,13 +84,12 @@ def headline(comparisons: Sequence[Comparison]) -> Comparison:
     return [one for one in ours if one.load.concurrency == lowest][-1]  # where several sets are pooled, that comes last
 
 
-def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> Iterator[str]:
+def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params, settings: Mapping) -> Iterator[str]:
     """Whether our draft pays at each concurrency, and what would be needed where it does not; what holds of several is said once,
     at the end."""
     serve, scaling = params.serve, scaling_fit()
     verdicts: dict[int, str] = {}
     further: dict[str, list[int]] = {}
-    measured_with = {"device": params.target.device, "dtype": params.target.dtype}
     for one in comparisons:
         if (one.draft, one.name, one.load.temperature) != (OURS, of_set, 0):
             continue
@@ -100,7 +100,7 @@ def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params) -> I
             serve.num_steps,
             one.break_even,
             topk=serve.eagle_topk,
-            draft_step_share=measured_step_share(concurrency, serve.num_steps, serve.eagle_topk, measured_with),
+            draft_step_share=measured_step_share(concurrency, serve.num_steps, serve.eagle_topk, settings),
             scaling=scaling,
         )
         verdicts[concurrency] = f"{verdict} Prefill included it is {one.speedup:.2f} times."

@@ -12,10 +12,12 @@ from tasks.common.files import REPORTS, read_json
 from tasks.common.forms import Form, read_form
 
 _Share = Annotated[float, Field(ge=0)]
+# Of the settings of a report: what the time of a draft's step depends on.
+_OF_A_STEP = ("target_sha256", "draft_sha256", "device", "dtype", "machine")
 
 
 def measured_step_share(
-    requests: int, steps: int, topk: int, settings: Mapping[str, str], folder: Path = REPORTS
+    requests: int, steps: int, topk: int, settings: Mapping[str, Any], folder: Path = REPORTS
 ) -> float | str | None:
     """Share of a round that one draft step takes with so many requests at once, from reports/tuned.json or profile.json.
 
@@ -23,22 +25,23 @@ def measured_step_share(
     time or the host's, whichever is more: one of the two is what the round waits for.
 
     Args:
-        settings: that a report must have been measured with, as in its `settings`: `device`, `dtype`.
+        settings: of the report that is advised on: the same target and draft must have been measured, on the same device and
+            machine, in the same dtype.
 
     Returns:
         None where neither report has it for these settings and this number of requests, steps and top-k; where one of them cannot
         be read, the sentence that says so. A measurement is worth more than advice on it, so that nothing is raised.
     """
     unreadable = []
-    for name, form in (("tuned.json", _Tuned), ("profile.json", _Profile)):
-        if not (path := folder / name).exists():
+    for file, form in (("tuned.json", _Tuned), ("profile.json", _Profile)):
+        if not (path := folder / file).exists():
             continue
         try:
             report = read_form(path, form, "Make it again, or remove it.")
         except DraftlineError as error:
             unreadable.append(str(error))
             continue
-        if all(report.settings.get(name) == value for name, value in settings.items()):
+        if all(report.settings.get(name) == settings.get(name) for name in _OF_A_STEP):
             share = report.step_share(requests, steps, topk)
             if share is not None:
                 return share

@@ -12,6 +12,7 @@ import argparse
 
 from tasks.common.errors import DraftlineError
 from tasks.common.files import REPORTS, require_writable, write_json
+from tasks.common.measured_draft import identities
 from tasks.common.params import PARAMS, Params, load_params
 from tasks.common.responses import require_heldout
 from tasks.common.server_plan import baseline_plan
@@ -30,9 +31,9 @@ def main(requests: list[int] | None) -> None:
     require_writable(REPORTS)
     asked = _requests(requests, params)
     prompts = [response.prompt_token_ids for response in require_heldout("the profile")]
-    plans = (baseline_plan(params), speculative_plan(params))
+    plans, identity = (baseline_plan(params), speculative_plan(params)), identities()
     baseline, speculative = (profile(plan, prompts, asked) for plan in plans)
-    found = report(baseline, speculative, params)
+    found = report(baseline, speculative, params, identity)
     write_json(REPORT, found)
     show(found)
     print(f"{REPORT}: the same for programs; {TRACES}: the traces, for https://ui.perfetto.dev")

@@ -1,11 +1,12 @@
 """Both servers measured and traced, and what comes of it: reports/profile.json."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from tasks.common.errors import DraftlineError
+from tasks.common.machine import machine
 from tasks.common.params import Params
 from tasks.common.progress import progress
 from tasks.common.server_plan import ServerPlan
@@ -65,8 +66,14 @@ def _take_apart(path: Path, plan: ServerPlan, requests: int) -> Step:
     return step
 
 
-def report(baseline: Sequence[Profile], speculative: Sequence[Profile], params: Params) -> dict:
-    """reports/profile.json."""
+def report(
+    baseline: Sequence[Profile], speculative: Sequence[Profile], params: Params, identity: Mapping[str, str]
+) -> dict:
+    """reports/profile.json.
+
+    Args:
+        identity: hashes of target and draft, for the settings.
+    """
     return {
         "by_requests": [_row(plain, drafted, params) for plain, drafted in zip(baseline, speculative, strict=True)],
         "settings": {
@@ -74,10 +81,12 @@ def report(baseline: Sequence[Profile], speculative: Sequence[Profile], params: 
             "version": version("sglang"),
             "device": params.target.device,
             "dtype": params.target.dtype,
+            "machine": machine(params.target.device),
             "steps": params.serve.num_steps,
             "topk": params.serve.eagle_topk,
             "draft_tokens": params.serve.num_draft_tokens,
             "extra_args": list(params.serve.extra_args),
+            **identity,
         },
     }
 

@@ -28,6 +28,7 @@ REPORT, PROFILE = REPORTS / "tuned.json", REPORTS / "tuned_params.yaml"
 
 
 def main(minutes: float, concurrency: int) -> None:
+    from tasks.common.measured_draft import identities
     from tasks.tune_server.measure import ServerBench
     from tasks.tune_server.search import Search
     from tasks.tune_server.servers import Budget, Fleet
@@ -38,21 +39,26 @@ def main(minutes: float, concurrency: int) -> None:
     _require_sensible(minutes, concurrency, params)
     space = _space(params, concurrency)
     questions = _questions(params, concurrency, space.most_reserved)
-    budget = Budget(60 * minutes)
+    budget, identity = Budget(60 * minutes), identities()
     with Fleet(params, budget) as fleet:
         bench = ServerBench(params, concurrency, questions, budget, fleet)
         search = Search(space, bench, lambda sentence: print(sentence, file=sys.stderr, flush=True))
-        found = run_and_report(search, params, minutes, concurrency, budget)
+        found = run_and_report(search, params, identity, minutes, concurrency, budget)
     show(found)
     if not search.has_compared:
         raise DraftlineError(_nothing_found(search))
     print(f"The best plan, to copy into {PARAMS}: {PROFILE}")
 
 
-def run_and_report(search: "Search", params: Params, minutes: float, concurrency: int, budget: "Budget") -> dict:
+def run_and_report(
+    search: "Search", params: Params, identity: dict[str, str], minutes: float, concurrency: int, budget: "Budget"
+) -> dict:
     """Search, and write both reports however the search ends, if something was compared by then.
 
     Else those of an earlier search stay, which found more.
+
+    Args:
+        identity: hashes of target and draft, for the report.
 
     Returns:
         reports/tuned.json.
@@ -60,7 +66,6 @@ def run_and_report(search: "Search", params: Params, minutes: float, concurrency
     Raises:
         DraftlineError: the search's.
     """
-    from tasks.common.machine import machine
     from tasks.tune_server.report import report, write_profile
 
     try:
@@ -70,11 +75,12 @@ def run_and_report(search: "Search", params: Params, minutes: float, concurrency
             error.add_note(f"{REPORT} and {PROFILE} hold what was measured by then.")
         raise
     finally:
-        found = report(search, params, concurrency, budget.seconds, budget.seconds - budget.remaining(), REPORTS)
+        spent_s = budget.seconds - budget.remaining()
+        found = report(search, params, identity, concurrency, budget.seconds, spent_s, REPORTS)
         if search.has_compared:
             write_json(REPORT, found)
             settings = found["settings"]
-            where = f"{machine(params.target.device)}, SGLang {settings['version']}, {settings['dtype']}, {concurrency} at once"
+            where = f"{settings['machine']}, SGLang {settings['version']}, {settings['dtype']}, {concurrency} at once"
             write_profile(PROFILE, search, params, _command(minutes, concurrency), where)
     return found
 

@@ -1,5 +1,6 @@
 """What the search found: reports/tuned.json, and the best plan as a `serve:` section to copy."""
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean
@@ -7,6 +8,7 @@ from statistics import fmean
 from tasks.common.advice_reports import measured_step_share, scaling_fit
 from tasks.common.break_even import advice
 from tasks.common.files import replacing
+from tasks.common.machine import machine
 from tasks.common.params import PARAMS, Params
 from tasks.tune_server.candidates import Candidate
 from tasks.tune_server.results import Result, Trial
@@ -20,13 +22,34 @@ _NO_STEP_TIME = (
 )
 
 
-def report(search: Search, params: Params, concurrency: int, budget_s: float, spent_s: float, folder: Path) -> dict:
+def report(
+    search: Search,
+    params: Params,
+    identity: Mapping[str, str],
+    concurrency: int,
+    budget_s: float,
+    spent_s: float,
+    folder: Path,
+) -> dict:
     """reports/tuned.json.
 
     Args:
+        identity: hashes of target and draft, for the settings.
         folder: where reports/scaling.json and profile.json may lie, for the advice.
     """
     best = search.best if search.has_compared else None
+    settings = {
+        "engine": "sglang",
+        "version": version("sglang"),
+        "device": params.target.device,
+        "dtype": params.target.dtype,
+        "machine": machine(params.target.device),
+        "temperature": 0.0,
+        "max_new_tokens": params.benchmark.max_new_tokens,
+        "extra_args": list(params.serve.extra_args),
+        "environment": dict(params.serve.environment),
+        **identity,
+    }
     return {
         "concurrency": concurrency,
         "budget_s": round(budget_s, 1),
@@ -37,19 +60,10 @@ def report(search: Search, params: Params, concurrency: int, budget_s: float, sp
         "comparison": comparison(search, params),
         "round_time": _round_time(search),
         "verdict": verdict(search),
-        "advice": _advice(search.best, search, params, concurrency, folder) if search.best else [],
+        "advice": _advice(search.best, search, settings, concurrency, folder) if search.best else [],
         "candidates": [_row(trial, params) for trial in search.trials.values()],
         "notes": list(search.space.notes),
-        "settings": {
-            "engine": "sglang",
-            "version": version("sglang"),
-            "device": params.target.device,
-            "dtype": params.target.dtype,
-            "temperature": 0.0,
-            "max_new_tokens": params.benchmark.max_new_tokens,
-            "extra_args": list(params.serve.extra_args),
-            "environment": dict(params.serve.environment),
-        },
+        "settings": settings,
     }
 
 
@@ -135,13 +149,12 @@ def _alike(search: Search) -> Trial | None:
     return trial if trial and trial.last else None
 
 
-def _advice(trial: Trial, search: Search, params: Params, concurrency: int, folder: Path) -> list[str]:
+def _advice(trial: Trial, search: Search, settings: Mapping, concurrency: int, folder: Path) -> list[str]:
     result, shape = trial.last, trial.candidate.shape
     if line := search.prediction.round_time:
         share = line.step_share(shape.steps)
     else:
-        measured_with = {"device": params.target.device, "dtype": params.target.dtype}
-        share = measured_step_share(concurrency, shape.steps, shape.topk, measured_with, folder)
+        share = measured_step_share(concurrency, shape.steps, shape.topk, settings, folder)
     return advice(
         result.accept_length,
         result.survival,

@@ -11,7 +11,7 @@ from tasks.benchmark.partial import Partial
 from tasks.benchmark.rows import cell_rows, prompt_rows
 from tasks.benchmark.summary import compared, headline, summarise
 from tasks.common.errors import DraftlineError
-from tasks.common.files import read_json
+from tasks.common.files import read_json, write_json
 from tasks.common.measured_draft import params_sha256
 from tasks.common.params import Params
 from tasks.common.server_plan import ServerPlan
@@ -234,3 +234,15 @@ def test_a_damaged_file_that_feeds_the_advice_alone_costs_a_sentence_of_it(tmp_p
     slow = completion(10, 2.4, (2, 0, 0, 2))
     advice = report(both(load(1), drafted=slow))["advice"]
     assert len(advice) == 1 and f"reports/{name}" in advice[0] and "Make it again, or remove it." in advice[0]
+
+
+@pytest.mark.parametrize("name", ["machine", "draft_sha256", "steps"])
+def test_the_advice_takes_a_steps_time_from_a_profile_of_the_same_draft_on_the_same_machine(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    passes = both(load(1))
+    settings = report(passes)["settings"] | {name: "another"}
+    parts = {"draft_passes": 2, "parts": [{"part": "draft", "host_share": 0.3}]}
+    for profiled, is_known in ((settings, False), (report(passes)["settings"], True)):
+        profile = {"settings": profiled, "by_requests": [{"requests": 1, "round": parts}]}
+        write_json(Path("reports/profile.json"), profile)
+        assert ("was not measured" not in " ".join(report(passes)["advice"])) is is_known

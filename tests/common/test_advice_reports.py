@@ -6,7 +6,13 @@ import pytest
 
 from tasks.common.advice_reports import measured_step_share, scaling_fit
 
-GPU = {"device": "cuda", "dtype": "bfloat16"}
+GPU = {
+    "target_sha256": "1",
+    "draft_sha256": "2",
+    "device": "cuda",
+    "dtype": "bfloat16",
+    "machine": "NVIDIA H200, 16 cores",
+}
 
 
 def profiled(parts: list[dict], passes: int) -> dict:
@@ -32,14 +38,14 @@ def test_else_it_is_what_the_profile_says_of_the_drafts_own_passes(tmp_path):
     assert measured_step_share(4, 3, 4, GPU, tmp_path) is None
 
 
-@pytest.mark.parametrize("other", [{"device": "cpu"}, {"dtype": "float32"}])
+@pytest.mark.parametrize("other", GPU)
 @pytest.mark.parametrize("name", ["tuned.json", "profile.json"])
-def test_what_another_device_or_dtype_took_is_not_what_a_step_takes_here(tmp_path, name, other):
+def test_the_step_of_another_model_or_machine_is_not_the_one_that_is_advised_on(tmp_path, name, other):
     line = {"concurrency": 4, "round_time": {"fixed_ms": 2.5, "step_ms": 0.5}, "settings": GPU}
     reports = {"tuned.json": line, "profile.json": profiled([{"part": "draft", "host_share": 0.5}], 2)}
     (tmp_path / name).write_text(json.dumps(reports[name]))
     assert measured_step_share(4, 3, 1, GPU, tmp_path) is not None
-    assert measured_step_share(4, 3, 1, GPU | other, tmp_path) is None
+    assert measured_step_share(4, 3, 1, GPU | {other: "another"}, tmp_path) is None
 
 
 def test_a_round_of_one_step_has_no_pass_of_its_own_to_measure(tmp_path):

@@ -1,7 +1,11 @@
 """What is made of a profile: reports/profile.json and the tables, from the cut-outs of real traces of an H200."""
 
+import json
+
 import pytest
 
+from tasks.common.advice_reports import measured_step_share
+from tasks.common.machine import machine
 from tasks.common.params import Params
 from tasks.profile_server.parts import take_apart
 from tasks.profile_server.profile import Profile, report
@@ -9,6 +13,7 @@ from tasks.profile_server.show import show
 from tasks.profile_server.trace import Trace
 from tests.profile_server.test_parts import EAGLE3, PLAIN
 
+IDENTITY = {"target_sha256": "1" * 64, "draft_sha256": "2" * 64}
 PLAIN_MS, ROUND_MS = 1.6, 4.0  # as if timed without the profiler
 
 
@@ -16,7 +21,7 @@ PLAIN_MS, ROUND_MS = 1.6, 4.0  # as if timed without the profiler
 def found() -> dict:
     plain = Profile(1, PLAIN_MS, take_apart(Trace.read(PLAIN), "baseline", 16), PLAIN)
     drafted = Profile(1, ROUND_MS, take_apart(Trace.read(EAGLE3), "speculative", 1), EAGLE3)
-    return report([plain], [drafted], Params())
+    return report([plain], [drafted], Params(), IDENTITY)
 
 
 def test_a_round_must_yield_as_many_tokens_as_plain_steps_fit_into_it(found):
@@ -28,6 +33,12 @@ def test_the_gpu_is_idle_for_what_its_kernels_leave_of_the_step_without_the_prof
     assert taken["gpu_idle_ms"] == pytest.approx(ROUND_MS - taken["gpu_busy_ms"], abs=1e-3)
     shares = [part["gpu_share"] for part in taken["parts"]]
     assert sum(shares) + taken["gpu_idle_share"] == pytest.approx(1, abs=0.01)
+
+
+def test_advice_on_this_target_draft_and_machine_reads_it(found, tmp_path):
+    settings = IDENTITY | {"device": "cpu", "dtype": "float32", "machine": machine("cpu")}
+    (tmp_path / "profile.json").write_text(json.dumps(found))
+    assert measured_step_share(1, 3, 1, settings, tmp_path) > 0
 
 
 def test_a_draft_of_three_steps_makes_two_passes_of_its_own(found):

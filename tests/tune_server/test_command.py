@@ -109,7 +109,7 @@ def test_a_search_that_ends_early_reports_what_was_measured_and_still_fails(tmp_
     tuned, profile = earlier_reports()
     search = Search(Space.of(params, 1, "LlamaForCausalLM", Device(None)), Ending(error, rung))
     with pytest.raises(type(error)) as ended:
-        run_and_report(search, params, 10, 1, Budget(600))
+        run_and_report(search, params, {}, 10, 1, Budget(600))
     notes = getattr(ended.value, "__notes__", [])
     if rung == 0:
         assert notes == []
@@ -140,7 +140,7 @@ def test_a_search_that_compared_nothing_leaves_the_reports_of_an_earlier_one(tmp
     search = Search(over, Bench(capacity=2, starts_together=False, **law))
     assert "tuned.json" not in _nothing_found(search)
     reports = earlier_reports()
-    assert run_and_report(search, params, 10, 1, Budget(600))["best"] is None
+    assert run_and_report(search, params, {}, 10, 1, Budget(600))["best"] is None
     assert tuple(path.read_text() for path in reports) == EARLIER
     assert _nothing_found(search).startswith(why)
     assert _nothing_found(search).endswith("reports/tuned.json is still an earlier search's.")
@@ -150,7 +150,7 @@ def test_a_search_that_ran_to_its_end_is_complete(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     params = Params.model_validate({"benchmark": {"concurrency": [1]}})
     search = Search(Space.of(params, 1, "LlamaForCausalLM", Device(None)), Bench(300))
-    assert run_and_report(search, params, 10, 1, Budget(600)) == read_json(Path("reports/tuned.json"))
+    assert run_and_report(search, params, {}, 10, 1, Budget(600)) == read_json(Path("reports/tuned.json"))
     assert read_json(Path("reports/tuned.json"))["complete"] is True
     assert "Ended early" not in Path("reports/tuned_params.yaml").read_text()
 

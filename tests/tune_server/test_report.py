@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from tasks.common.advice_reports import measured_step_share
+from tasks.common.machine import machine
 from tasks.common.params import Params
 from tasks.tune_server.candidates import Candidate, Shape
 from tasks.tune_server.options import Device
@@ -31,7 +32,8 @@ PARAMS = Params.model_validate(
     }
 )
 
-WITH = {"device": PARAMS.target.device, "dtype": PARAMS.target.dtype}
+IDENTITY = {"target_sha256": "1" * 64, "draft_sha256": "2" * 64}
+WITH = IDENTITY | {"device": "cpu", "dtype": "float32", "machine": machine("cpu")}
 
 
 def search(params: Params = PARAMS, gpu: Device = Device(None), **bench) -> Search:  # noqa: B008
@@ -41,7 +43,7 @@ def search(params: Params = PARAMS, gpu: Device = Device(None), **bench) -> Sear
 
 
 def reported(found: Search) -> dict:
-    return json.loads(json.dumps(report(found, PARAMS, 1, 3000.0, 1234.56, Path("reports"))))
+    return json.loads(json.dumps(report(found, PARAMS, IDENTITY, 1, 3000.0, 1234.56, Path("reports"))))
 
 
 def test_the_best_stands_beside_the_automatic_choice_the_usual_numbers_and_the_current_ones():
@@ -153,7 +155,7 @@ def test_a_row_for_which_there_was_no_time_is_said_in_the_verdict():
 
 def test_the_advice_of_a_search_without_two_chains_reads_the_profile_and_else_sends_to_it(short, tmp_path):
     def advised() -> str:
-        return report(short, PARAMS, 1, 25.0, 25.0, tmp_path)["advice"][1]
+        return report(short, PARAMS, IDENTITY, 1, 25.0, 25.0, tmp_path)["advice"][1]
 
     assert "python -m tasks.profile_server" in advised()
     assert "tune_server" not in advised()
