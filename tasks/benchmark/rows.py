@@ -155,6 +155,6 @@ def _flat(row: dict) -> Iterator[tuple[str, object]]:
             yield name, "" if value is None else value
 
 
-def rounded(interval: tuple[float, float] | None) -> list[float] | None:
+def rounded(interval: tuple[float, float]) -> list[float]:
     """An interval as the report holds it."""
-    return [round(bound, 3) for bound in interval] if interval else None
+    return [round(bound, 3) for bound in interval]

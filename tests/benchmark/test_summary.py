@@ -28,9 +28,9 @@ def arm(name, draft=None) -> Arm:
 ARMS = [arm("baseline"), arm("speculative", Path("ours")), arm("theirs", Path("their"))]
 
 
-def report(passes, **settings):
+def report(passes, side_by_side=True, **settings):
     names = {one.arm for one in passes}
-    measured = Measured(tuple(passes), {name: {"tp_size": 1, "port": 3} for name in names}, side_by_side=True)
+    measured = Measured(tuple(passes), {name: {"tp_size": 1, "port": 3} for name in names}, side_by_side)
     arms = [one for one in ARMS if one.name in names]
     predicted = None if "sets" in settings else 2.0
     return summarise(measured, arms, Params.model_validate({"benchmark": settings}), predicted, {})
@@ -46,6 +46,11 @@ def both(of, plain=PLAIN, drafted=DRAFTED, drafts=("speculative",)):
             *(made(draft, of, [drafted] * count, repeat) for draft in drafts),
         ]
     ]
+
+
+def three_passes(of, plain, drafted):
+    arms = (("baseline", plain), ("speculative", drafted))
+    return [made(name, of, answers, repeat) for repeat in range(3) for name, answers in arms]
 
 
 def test_acceptance_comes_with_survival_prediction_and_settings():
@@ -88,6 +93,12 @@ def test_advice_is_given_for_each_concurrency_and_says_nothing_twice():
     assert second.startswith("4 requests at once: You need")
     assert "was not measured" not in first + second
     assert of_both.startswith("1 and 4 requests at once: Whether fewer draft steps would pay more is not known")
+
+
+def test_of_servers_that_did_not_run_side_by_side_the_report_says_what_no_interval_shows():
+    advice = report(both(load(1)), side_by_side=False)["advice"]
+    assert advice[:-1] == report(both(load(1)))["advice"]
+    assert advice[-1].startswith("The servers ran one after the other") and "no interval shows" in advice[-1]
 
 
 def test_what_holds_of_one_concurrency_alone_stands_behind_its_verdict():
@@ -148,7 +159,7 @@ def test_above_temperature_zero_no_text_is_compared():
 def test_a_token_that_differs_is_found():
     of = load(2)
     parted = completion([0, 1, 9, 3], 1.0, (1, 1))
-    passes = [made("baseline", of, [completion(4, 1)] * 2), made("speculative", of, [completion(4, 1, (1, 1)), parted])]
+    passes = three_passes(of, [completion(4, 1)] * 2, [completion(4, 1, (1, 1)), parted])
     found = report(passes)
     assert not found["lossless"]
     assert found["first_difference"] == {"prompt": "q1", "position": 2, "baseline": [2], "speculative": [9]}
@@ -157,7 +168,7 @@ def test_a_token_that_differs_is_found():
 def test_domains_are_reported_apart_and_leave_out_those_that_never_speculated():
     of = load(3, domains=("maths", "chat", "code"))
     drafted = [DRAFTED, completion(10, 1, (4,)), completion(10, 1)]
-    passes = [made("baseline", of, [PLAIN] * 3), made("speculative", of, drafted)]
+    passes = three_passes(of, [PLAIN] * 3, drafted)
     assert [(row["domain"], row["accept_length"]) for row in report(passes)["by_domain"]] == [
         ("chat", 1.0),
         ("maths", 2.5),
@@ -167,7 +178,7 @@ def test_domains_are_reported_apart_and_leave_out_those_that_never_speculated():
 def test_acceptance_by_length_of_the_context():
     long = completion(200, 1.0, (10, 0, 0, 0))
     of = load(2)
-    passes = [made("baseline", of, [PLAIN, completion(200, 2)]), made("speculative", of, [DRAFTED, long])]
+    passes = three_passes(of, [PLAIN, completion(200, 2)], [DRAFTED, long])
     rows = report(passes)["by_context"]
     assert [(row["tokens"], row["accept_length"]) for row in rows] == [("1 to 128", 2.5), ("129 to 256", 1.0)]
 
@@ -237,7 +248,9 @@ def test_a_damaged_file_that_feeds_the_advice_alone_costs_a_sentence_of_it(tmp_p
 
 
 @pytest.mark.parametrize("name", ["machine", "draft_sha256", "steps"])
-def test_the_advice_takes_a_steps_time_from_a_profile_of_the_same_draft_on_the_same_machine(tmp_path, monkeypatch, name):
+def test_the_advice_takes_a_steps_time_from_a_profile_of_the_same_draft_on_the_same_machine(
+    tmp_path, monkeypatch, name
+):
     monkeypatch.chdir(tmp_path)
     passes = both(load(1))
     settings = report(passes)["settings"] | {name: "another"}
