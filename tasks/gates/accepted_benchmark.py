@@ -30,7 +30,7 @@ _DEFINE = (
     "dtype",
     "sets",
     "prompts_sha256",
-    "target",
+    "target_sha256",
 )
 _ALL = "all questions"
 

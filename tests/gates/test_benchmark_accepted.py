@@ -161,7 +161,7 @@ def test_a_report_that_is_forgotten_is_no_measure(judge_benchmark):
         ({"dtype": "bfloat16"}, "has dtype bfloat16"),
         ({"temperature": 1.0}, "has temperature 1.0"),
         ({"prompts_sha256": "ab"}, "has prompts_sha256 ab"),
-        ({"target": "another"}, "has target another"),
+        ({"target_sha256": "ab"}, "has target_sha256 ab"),
         ({"sets": ["math", "code"]}, "has sets code, math"),
     ],
 )
@@ -171,6 +171,13 @@ def test_an_acceptance_length_of_other_settings_is_not_compared(settings, said):
     write(correct=100)
     compared = compare(read_json(REPORT), Gates())
     assert (compared.against, compared.table) == (f"nothing: commit {commit} {said}", None)
+
+
+def test_the_same_weights_from_another_place_are_the_same_target():
+    write(target="/models/before")
+    accept()
+    write()
+    assert compare(read_json(REPORT), Gates()).table is not None
 
 
 def test_other_flags_of_the_servers_do_not_make_another_acceptance_length(judge_benchmark):
