@@ -269,8 +269,8 @@ class Server(SGLangClient):
 def running(*servers: Server) -> Iterator[None]:
     """Several servers at once.
 
-    They start side by side, but on a GPU in turn where a server takes as much cache as it finds memory free for: two that look
-    at the same moment would find it twice.
+    They start side by side, but in turn where a server takes as much cache as it finds memory free for: two that look at the same
+    moment would find it twice.
     """
     with ExitStack() as stack:
         for server in servers:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tasks.common import gpu
+from tasks.common.memory import available_memory
 from tasks.common.params import Params
 from tasks.common.server_plan import ServerPlan
 
@@ -17,12 +18,14 @@ _GPU_SHARE = 0.9
 def fit_together(plans: Sequence[ServerPlan], params: Params) -> bool:
     """Whether servers of these plans fit into memory at once.
 
-    On a GPU a server claims `serve.mem_fraction_static` of it, unless `serve.max_total_tokens` bounds its cache.
+    A server claims `serve.mem_fraction_static` of a GPU, or of what is free of the host's memory on a CPU, unless
+    `serve.max_total_tokens` bounds its cache.
     """
     if params.target.device == "cpu":
-        import psutil
-
-        return psutil.virtual_memory().available > sum(_memory(plan, params, _OVERHEAD_BYTES) for plan in plans)
+        free, share = available_memory(), params.serve.mem_fraction_static
+        if params.serve.max_total_tokens:
+            return free > sum(_memory(plan, params, _OVERHEAD_BYTES) for plan in plans)
+        return free > len(plans) * (share * free + _OVERHEAD_BYTES)
     capacity = min((int(mib) for (mib,) in gpu.query("--query-gpu=memory.total") if mib.isdigit()), default=0) * 2**20
     if params.serve.max_total_tokens and capacity:
         # Each server sizes its cache from what is free when it looks, so the last one must still find its fraction.
@@ -32,14 +35,14 @@ def fit_together(plans: Sequence[ServerPlan], params: Params) -> bool:
 
 
 def _memory(plan: ServerPlan, params: Params, overhead: float) -> float:
-    """Bytes that a server may come to hold, on one GPU where it spans several."""
+    """Bytes that a server with a bounded cache may come to hold, on one GPU where it spans several."""
     from tasks.common.target import TargetShape, load_config
 
     weights = sum(file.stat().st_size for folder in (plan.target, plan.draft) if folder for file in _weights(folder))
     shape = TargetShape.of(load_config(plan.target))
     width = 4 if plan.dtype == "float32" else 2
     token = 2 * shape.num_layers * shape.num_key_value_heads * shape.head_dim * width
-    cache = token * (params.serve.max_total_tokens or params.serve.context_length)
+    cache = token * params.serve.max_total_tokens
     return (weights + cache) / max(1, len(plan.gpus)) + overhead
 
 

@@ -29,7 +29,10 @@ _CPU_ENGINE = Path(__file__).resolve().parents[2] / "infra" / "sglang_cpu"
 _OF_TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
 # Other spellings of flags that a plan sets, so that `serve.extra_args` cannot slip past it.
 _ALIASES = ("--model",)
-_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size", "--dp", "--dp-size", "--data-parallel-size", "--pp-size")
+# Each a number of GPUs, which multiply.
+TENSOR_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size")
+_PIPELINE_PARALLEL = ("--pp-size", "--pipeline-parallel-size")
+_DATA_PARALLEL = ("--dp", "--dp-size", "--data-parallel-size")
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class ServerPlan:
     @property
     def bounds_its_cache(self) -> bool:
         """Whether the size of the KV cache is stated, and not taken from the memory that is free when the server starts."""
-        return self.device == "cpu" or any(flag.name == "--max-total-tokens" for flag in self.flags)
+        return any(flag.name == "--max-total-tokens" for flag in self.flags)
 
     def adding(self, flags: tuple[Setting, ...], environment: tuple[Setting, ...] = ()) -> "ServerPlan":
         """The same server with more settings; of a path that is set already, the new places come first."""
@@ -113,7 +116,14 @@ def baseline_plan(params: Params, *, port: int | None = None, target: Path = TAR
 
 
 def plan_over(params: Params, port: int, model: Path) -> ServerPlan:
-    """The same of weights that may not be there yet, held against no config."""
+    """The target without speculation, whose weights may not be there yet: `serve.context_length` is not held against its config.
+
+    Args:
+        model: folder of the weights, or their name on the hub.
+
+    Raises:
+        DraftlineError: `serve.extra_args` or `serve.environment` sets what Draftline sets itself.
+    """
     shared = _shared_flags(params, port, model)
     return ServerPlan(
         kind="baseline",
@@ -137,7 +147,10 @@ def flag(name: str, *values: str, reason: str) -> Setting:
 def spanned_gpus(words: Sequence[str]) -> int:
     """GPUs that one server holds: the product of the parallel sizes among its arguments."""
     split = [part for word in words for part in word.split("=", 1)]
-    return math.prod(int(value) for name, value in pairwise(split) if name in _PARALLEL and value.isdigit())
+    # Where attention alone is data parallel, its groups lie among the GPUs of tensor parallelism.
+    replicas = () if "--enable-dp-attention" in split else _DATA_PARALLEL
+    counted = (*TENSOR_PARALLEL, *_PIPELINE_PARALLEL, *replicas)
+    return math.prod(int(value) for name, value in pairwise(split) if name in counted and value.isdigit())
 
 
 def refuse_flags(params: Params, refused: dict[str, str]) -> None:
@@ -160,21 +173,29 @@ def _shared_flags(params: Params, port: int, model: Path) -> tuple[Setting, ...]
     flags = [
         flag("--model-path", str(model), reason="the target's weights"),
         flag("--host", "127.0.0.1", reason="loopback: nobody else can reach it"),
-        flag("--port", str(port), reason="serve.port; the benchmark's second server takes the next one"),
+        flag("--port", str(port), reason="serve.port"),
         flag("--device", kind, reason="target.device"),
         flag("--dtype", params.target.dtype, reason="target.dtype: the draft was trained on states of this type"),
         flag("--context-length", str(serve.context_length), reason="serve.context_length, within target and draft"),
         flag(
             "--max-running-requests",
             str(serve.max_running_requests),
-            reason="stated, since SGLang lowers it to 48 on its own once it speculates",
+            reason="serve.max_running_requests; left out, SGLang would take 48 once it speculates",
         ),
-        flag("--mem-fraction-static", str(serve.mem_fraction_static), reason="leaves room for a second server"),
+        flag(
+            "--mem-fraction-static",
+            str(serve.mem_fraction_static),
+            reason="weights and KV cache get at most this share of the memory that is free before they are loaded",
+        ),
         flag("--sleep-on-idle", reason="an idle server would otherwise spin on a whole core"),
     ]
     if serve.max_total_tokens:
         flags.append(
-            flag("--max-total-tokens", str(serve.max_total_tokens), reason="KV cache tokens, equal in both arms")
+            flag(
+                "--max-total-tokens",
+                str(serve.max_total_tokens),
+                reason="serve.max_total_tokens: the size of the KV cache",
+            )
         )
     if index:
         flags.append(flag("--base-gpu-id", index, reason="target.device names this GPU"))
@@ -183,7 +204,7 @@ def _shared_flags(params: Params, port: int, model: Path) -> tuple[Setting, ...]
     if kind == "cpu":
         why = "the only CPU backend that verifies drafts (a plain --attention-backend becomes torch_native)"
         flags.append(flag("--prefill-attention-backend", "intel_amx", reason=why))
-        flags.append(flag("--decode-attention-backend", "intel_amx", reason="as above, and the same in both arms"))
+        flags.append(flag("--decode-attention-backend", "intel_amx", reason="as above"))
     return tuple(flags)
 
 

@@ -16,7 +16,7 @@ def show_plan(plan: ServerPlan) -> None:
     for setting in (*plan.environment, *plan.flags):
         table.add_row(" ".join((setting.name, *setting.values)), setting.reason)
     table.add_row(
-        "--weight-version <nonce>", "new at each start and in every answer: no stale server passes for this one"
+        "--weight-version <nonce>", "any word: every answer carries it, and a new one at each start tells servers apart"
     )
     terminal = console()
     terminal.print(table)

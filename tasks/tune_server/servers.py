@@ -58,9 +58,9 @@ class Fleet:
     def can_start_together(self) -> bool:
         """Whether servers may start at the same time.
 
-        On a GPU each sizes its cache from the memory that is free when it looks; only a stated size is safe from that.
+        Each sizes its cache from the memory that is free when it looks; only a stated size is safe from that.
         """
-        return self._params.target.device == "cpu" or self._params.serve.max_total_tokens is not None
+        return self._params.serve.max_total_tokens is not None
 
     def __enter__(self) -> "Fleet":
         return self

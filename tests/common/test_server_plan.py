@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tasks.common.errors import DraftlineError
-from tasks.common.server_plan import baseline_plan, process_environment
+from tasks.common.server_plan import baseline_plan, process_environment, spanned_gpus
 from tasks.common.speculative_plan import speculative_plan
 from tasks.common.target import target_contract
 from tests.random_draft import write_random_draft
@@ -220,10 +220,27 @@ def test_both_arms_of_the_benchmark_get_the_same_flags(make_plan, tiny_params):
     assert baseline["--tp-size"] == "2"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("tokens", "bounded"), [(2048, True), (None, False)])
-def test_on_a_gpu_only_a_stated_cache_lets_servers_start_side_by_side(make_plan, tokens, bounded):
-    plan = replace(make_plan(serve=SERVE | {"max_total_tokens": tokens}), device="cuda")
+def test_only_a_stated_cache_lets_servers_start_side_by_side(make_plan, device, tokens, bounded):
+    plan = replace(make_plan(serve=SERVE | {"max_total_tokens": tokens}), device=device)
     assert plan.bounds_its_cache is bounded
+
+
+@pytest.mark.parametrize(
+    ("line", "gpus"),
+    [
+        ("", 1),
+        ("--tp-size 2 --pp-size=3", 6),
+        ("--tensor-parallel-size 2 --pipeline-parallel-size 3", 6),
+        ("--tp 4 --data-parallel-size 2", 8),
+        ("--tp-size 8 --dp-size 8 --enable-dp-attention", 8),
+        ("--tp-size 8 --attn-dp-size 8", 8),
+        ("--tp-size 4 --ep-size 4", 4),
+    ],
+)
+def test_a_server_spans_the_gpus_of_its_parallel_sizes(line, gpus):
+    assert spanned_gpus(line.split()) == gpus
 
 
 def test_both_arms_of_the_benchmark_get_the_same_environment(make_plan, tiny_params):

@@ -1,5 +1,6 @@
 """`python -m tasks.launch_server --print`: the line that people run, or what must be made first."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -26,10 +27,14 @@ def exported(project, tiny_params):
 
 def test_the_line_serves_the_draft_without_the_probes_flags(exported, capsys):
     print_plan()
-    line = capsys.readouterr().out.strip().splitlines()[-1]
+    printed = capsys.readouterr().out
+    line = printed.strip().splitlines()[-1]
     assert "--speculative-draft-model-path artifacts/export" in line
     assert "--enable-return-hidden-states" not in line
     assert "--disable-radix-cache" not in line
+    assert not re.search(
+        "benchmark|second server|both arms", printed
+    )  # of which a server started by hand knows nothing
 
 
 @pytest.mark.parametrize(
