@@ -5,6 +5,10 @@ import shutil
 import subprocess
 from collections.abc import Iterable
 
+from tasks.common.errors import DraftlineError
+
+_ANSWER_S = 30
+
 
 def memory_used_mib() -> dict[int, int]:
     """MiB in use by GPU index; empty on a machine without NVIDIA's driver, without the GPUs of which it does not say."""
@@ -33,9 +37,25 @@ def physical(indices: Iterable[int]) -> set[int] | None:
 
 
 def query(what: str) -> list[list[str]]:
-    """Rows of cells that `nvidia-smi` answers; none on a machine without it."""
+    """Rows of cells that `nvidia-smi` answers; none on a machine without it.
+
+    Raises:
+        DraftlineError: it failed or gave no answer in time.
+    """
     if not shutil.which("nvidia-smi"):
         return []
     command = ["nvidia-smi", what, "--format=csv,noheader,nounits"]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout
-    return [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.strip()]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise _no_answer(what, str(error)) from None
+    if done.returncode:
+        raise _no_answer(what, f"it ended with code {done.returncode} and said {(done.stdout + done.stderr).strip()!r}")
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def _no_answer(what: str, why: str) -> DraftlineError:
+    return DraftlineError(
+        f"nvidia-smi {what}: {why}. Expected: NVIDIA's driver says what its GPUs are and hold. See that `nvidia-smi` alone does; else "
+        f"load the driver that is installed (after an update: restart the machine), or set target.device: cpu."
+    )

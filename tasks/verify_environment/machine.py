@@ -2,9 +2,9 @@
 
 import os
 import platform
-import subprocess
 
 from tasks.common import gpu
+from tasks.common.errors import DraftlineError
 from tasks.common.machine import cores, processor
 from tasks.common.memory import available_memory
 from tasks.verify_environment.facts import Gpu, GpuProcess, Gpus
@@ -26,8 +26,8 @@ def find_gpus() -> Gpus:
     try:
         rows = gpu.query("--query-gpu=index,uuid,memory.total,memory.used,driver_version,name")
         holders = gpu.query("--query-compute-apps=gpu_uuid,pid,used_memory,process_name")
-    except (OSError, subprocess.SubprocessError) as error:
-        return Gpus(error=f"nvidia-smi: {error}")
+    except DraftlineError as error:
+        return Gpus(error=str(error))
     if not rows:
         return Gpus(error="no nvidia-smi on PATH")
     index = {uuid: int(number) for number, uuid, *_ in rows}

@@ -3,6 +3,7 @@
 import pytest
 
 from tasks.common import gpu
+from tasks.common.errors import DraftlineError
 
 
 @pytest.fixture
@@ -42,6 +43,26 @@ def test_a_machine_without_the_driver_has_no_gpu(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     assert gpu.memory_used_mib() == {}
     assert gpu.holders() == {}
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [
+        (
+            "echo NVIDIA-SMI has failed because no driver answers; exit 9",
+            "ended with code 9 and said 'NVIDIA-SMI has failed",
+        ),
+        ("exec sleep 60", "timed out after 0.3 seconds"),
+    ],
+)
+def test_a_driver_that_does_not_answer_is_a_sentence(tmp_path, monkeypatch, script, why):
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(gpu, "_ANSWER_S", 0.3)
+    path = tmp_path / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    with pytest.raises(DraftlineError, match=f"^nvidia-smi --query-gpu=index,memory.used: .*{why}.*target.device: cpu"):
+        gpu.memory_used_mib()
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def test_a_failing_nvidia_smi_is_reported(tmp_path, monkeypatch):
     script.write_text("#!/bin/sh\nexit 9\n")
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert "exit status 9" in find_gpus().error
+    assert "ended with code 9" in find_gpus().error
 
 
 def test_an_engine_that_does_not_import_is_an_error_with_the_module():
