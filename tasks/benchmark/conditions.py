@@ -21,9 +21,9 @@ _SPECULATION = "speculative_"
 _SIZES = ("bs", "cuda_graph_bs")
 # Tokens of the KV cache: the draft's own layer takes some room. What must be equal is that nobody has to wait.
 _POOL = "max_total_num_tokens"
-# What SGLang takes from a server that speculates, as (plain, speculating): the plain one keeps it, since without a draft people
-# would have it. The other way round it is a difference like any.
-_GIVEN_UP = {"disable_overlap_schedule": (False, True)}  # on CPUs
+# What SGLang (0.5.16 to 0.5.23) takes from a server that speculates on a CPU, as (plain, speculating): the plain one keeps it, since
+# without a draft people would have it. The other way round, or on a GPU, it is a difference like any.
+_GIVEN_UP = {"disable_overlap_schedule": (False, True)}
 # Of a server's settings, what a reader of the report wants to see.
 _SHOWN = (
     "attention_backend", "decode_attention_backend", "prefill_attention_backend", "sampling_backend", "disable_cuda_graph",
@@ -32,9 +32,18 @@ _SHOWN = (
 )  # fmt: skip
 
 
-def shown(info: dict[str, Any]) -> dict[str, Any]:
-    """The settings that all servers share, for the report."""
-    return {name: info[name] for name in _SHOWN if name in info}
+def shown(infos: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The settings that all servers share, for the report, and the one in which they may differ.
+
+    Args:
+        infos: /server_info by arm, the plain server's first.
+    """
+    plain, *others = infos.values()
+    settings = {name: plain[name] for name in _SHOWN if name in plain}
+    for name in _GIVEN_UP:
+        if any(info.get(name) != plain.get(name) for info in others):
+            settings[name.removeprefix("disable_")] = "on the plain server alone: with a draft SGLang has none on a CPU"
+    return settings
 
 
 def require_equal_environments(environments: dict[str, tuple[Setting, ...]]) -> None:
@@ -93,5 +102,5 @@ def _differences(reference: dict[str, Any], info: dict[str, Any], path: str = ""
         ours, theirs = reference.get(name), info.get(name)
         if isinstance(ours, dict) and isinstance(theirs, dict):
             yield from _differences(ours, theirs, f"{path}{name}.")
-        elif ours != theirs and _GIVEN_UP.get(name) != (ours, theirs):
+        elif ours != theirs and not (info.get("device") == "cpu" and _GIVEN_UP.get(name) == (ours, theirs)):
             yield f"{path}{name} is {ours!r} and {theirs!r}"

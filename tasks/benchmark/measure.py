@@ -23,7 +23,7 @@ class Measured:
     """All answers.
 
     Attributes:
-        infos: what each server said that it runs with, by arm.
+        infos: what each server said that it runs with, by arm, the plain one's first.
         side_by_side: whether all servers ran at once and were asked in turn.
     """
 
@@ -46,7 +46,9 @@ def measure(arms: Sequence[Arm], loads: Sequence[Load], params: Params, partial:
     """
     side_by_side = fit_together([arm.plan for arm in arms], params)
     require_equal_environments({arm.name: arm.plan.environment for arm in arms})
-    passes, infos = [], {}
+    passes = []
+    # One after the other, a draft's server would be known when all before it had been measured.
+    infos = {} if side_by_side else {arm.name: _info(arm) for arm in arms[1:]}
     groups = [list(arms)] if side_by_side else [[arm] for arm in arms]
     asked = params.benchmark
     warm = [load.warm_up(asked.warmup_prompts) for load in _one_a_kind(loads)]
@@ -58,6 +60,7 @@ def measure(arms: Sequence[Arm], loads: Sequence[Load], params: Params, partial:
             servers = [(arm, Server(arm.plan)) for arm in group]
             with running(*(server for _, server in servers)):
                 infos |= {arm.name: server.server_info() for arm, server in servers}
+                infos = {arm.name: infos[arm.name] for arm in arms}
                 require_equal_conditions(infos, loads, params.serve.reserved_tokens)
                 if not passes:
                     partial.begin()
@@ -71,6 +74,12 @@ def measure(arms: Sequence[Arm], loads: Sequence[Load], params: Params, partial:
                         passes += made
                         partial.keep(made)
     return Measured(tuple(passes), infos, side_by_side)
+
+
+def _info(arm: Arm) -> dict[str, Any]:
+    """What its server says that it runs with, started for that alone."""
+    with Server(arm.plan) as server:
+        return server.server_info()
 
 
 def _one_a_kind(loads: Sequence[Load]) -> Iterator[Load]:

@@ -144,7 +144,7 @@ def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict
         "dtype": params.target.dtype,
         "machine": machine(params.target.device),
         "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "conditions": shown(measured.infos[BASELINE]),
+        "conditions": shown(measured.infos),
     }
 
 

@@ -39,11 +39,24 @@ def test_what_speculation_itself_changes_may_differ():
     require(DRAFTED)
 
 
-def test_what_sglang_takes_from_a_server_that_speculates_the_plain_one_keeps():
-    plain, drafted = PLAIN | {"disable_overlap_schedule": False}, DRAFTED | {"disable_overlap_schedule": True}
+def on(device: str, plain_off: bool, drafted_off: bool) -> tuple[dict, dict]:
+    """Both servers, without overlap scheduling or with it."""
+    plain, drafted = ({"device": device, "disable_overlap_schedule": off} for off in (plain_off, drafted_off))
+    return PLAIN | plain, DRAFTED | drafted
+
+
+def test_what_sglang_takes_from_a_server_that_speculates_on_a_cpu_the_plain_one_keeps_and_the_report_says_so():
+    plain, drafted = on("cpu", False, True)
     require(drafted, plain=plain)
-    with pytest.raises(DraftlineError, match="disable_overlap_schedule is True and False"):
-        require(DRAFTED | {"disable_overlap_schedule": False}, plain=PLAIN | {"disable_overlap_schedule": True})
+    said = shown({"baseline": plain, "speculative": drafted})
+    assert said["overlap_schedule"].startswith("on the plain server alone")
+
+
+@pytest.mark.parametrize(("device", "plain_off"), [("cuda", False), ("cuda", True), ("cpu", True)])
+def test_on_a_gpu_or_the_other_way_round_that_is_a_difference_like_any(device, plain_off):
+    plain, drafted = on(device, plain_off, not plain_off)
+    with pytest.raises(DraftlineError, match=f"disable_overlap_schedule is {plain_off} and {not plain_off}"):
+        require(drafted, plain=plain)
 
 
 @pytest.mark.parametrize(
@@ -80,4 +93,5 @@ def test_a_variable_in_one_arm_alone_is_refused():
 
 
 def test_the_report_shows_the_settings_that_matter():
-    assert shown(PLAIN) == {"disable_cuda_graph": False, "max_running_requests": 64}
+    shared = {"disable_cuda_graph": False, "max_running_requests": 64}
+    assert shown({"baseline": PLAIN, "speculative": DRAFTED}) == shared

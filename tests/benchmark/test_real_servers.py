@@ -119,6 +119,19 @@ def test_a_baseline_with_other_flags_is_refused(project):
     assert port_is_free(params.serve.port) and port_is_free(params.serve.port + 1)
 
 
+def test_of_servers_that_run_one_after_the_other_none_is_measured_before_all_are_compared(project, monkeypatch):
+    monkeypatch.setattr("tasks.benchmark.measure.fit_together", lambda *_: False)
+    params = load_params()
+    slower = speculative_plan(params).adding((flag("--disable-cuda-graph", reason="planted"),))
+    arms = [Arm("baseline", baseline_plan(params, port=params.serve.port + 1)), Arm("speculative", slower)]
+    earlier = REPORTS / "benchmark.json"
+    write_json(earlier, {"of": "an earlier benchmark"})
+    with pytest.raises(DraftlineError, match="does not run under the same conditions"), Partial(params) as partial:
+        measure(arms, loads_of(params), params, partial)
+    assert earlier.exists() and not (REPORTS / "benchmark.partial.json").exists()
+    earlier.unlink()
+
+
 def test_a_start_that_fails_leaves_the_reports_that_there_were(project):
     kept = [REPORTS / name for name in ("benchmark.json", "benchmark.partial.json")]
     for path in kept:
