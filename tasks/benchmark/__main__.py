@@ -21,10 +21,10 @@ from tasks.benchmark.plots import plot_all
 from tasks.benchmark.questions import loads_of
 from tasks.benchmark.rows import cell_rows, prompt_rows
 from tasks.benchmark.show import show
-from tasks.benchmark.summary import compared, headline, summarise
+from tasks.benchmark.summary import compared, headline_comparison, summarise
 from tasks.common.files import REPORTS, write_json
 from tasks.common.forms import Form, read_form
-from tasks.common.headline import headline as points_of
+from tasks.common.headline import headline
 from tasks.common.measured_draft import identities
 from tasks.common.params import Params
 from tasks.common.stage import run_stage
@@ -47,14 +47,14 @@ def main(params: Params, tracker: Tracker) -> None:
     with Partial(params) as partial:
         measured = measure(arms, loads, params, partial)
         report = summarise(measured, arms, params, predicted, identity)
-        write_csv(PROMPTS, prompt_rows(headline(compared(measured.passes, arms)).pairs))
+        write_csv(PROMPTS, prompt_rows(headline_comparison(compared(measured.passes, arms)).pairs))
         write_json(REPORT, report)
     write_csv(CELLS, cell_rows(report))
     plots = plot_all(report)
     write_page(report, plots)
 
     show(report)
-    for point in points_of(["benchmark"]):
+    for point in headline(["benchmark"]):
         tracker.log_metrics({point.name: point.value}, point.step)
     for path in (REPORT, PAGE, CELLS, PROMPTS, *(plot.png for plot in plots)):
         tracker.log_artifact(path)

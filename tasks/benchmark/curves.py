@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.benchmark.cells import by_draft, label, ms, of_ours
 from tasks.benchmark.drawing import (
     PLOTS,
     QUIET,
     REST,
     Plot,
+    by_draft,
     concurrency_axis,
     legend_below,
     new_figure,
@@ -16,6 +16,7 @@ from tasks.benchmark.drawing import (
     style_of,
     write_csv,
 )
+from tasks.benchmark.wording import label, ms, of_ours
 from tasks.common.benchmark_names import BASELINE, OURS
 
 

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from tasks.benchmark.cells import heading, ms, number, percent, requests
 from tasks.benchmark.drawing import Plot
 from tasks.benchmark.plots import left_out
+from tasks.benchmark.wording import heading, ms, number, percent, requests
 from tasks.common.benchmark_names import OURS, POOLED
 from tasks.common.files import REPORTS, write_atomically
 from tasks.common.page import render_page

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from tasks.benchmark.cells import by_draft, label, number, of_ours, requests
 from tasks.benchmark.curves import plot_latency, plot_speedup
 from tasks.benchmark.drawing import (
     INK,
@@ -11,12 +10,14 @@ from tasks.benchmark.drawing import (
     QUIET,
     REST,
     Plot,
+    by_draft,
     legend_below,
     new_figure,
     save,
     style_of,
     write_csv,
 )
+from tasks.benchmark.wording import label, number, of_ours, requests
 from tasks.common.benchmark_names import BASELINE, OURS
 
 # Bars beyond which a number on each would touch the next.
@@ -45,7 +46,6 @@ def left_out(report: dict) -> str:
 def plot_survival(report: dict, folder: Path = PLOTS) -> Plot:
     """Share of rounds that accept at least i draft tokens; of one draft the bars sum to AL - 1."""
     drafts = {draft: cells[0]["survival"] for draft, cells in by_draft(report).items()}
-    drafts[OURS] = report["speculative"]["survival"]
     write_csv(
         folder / "survival.csv",
         [
@@ -56,16 +56,16 @@ def plot_survival(report: dict, folder: Path = PLOTS) -> Plot:
                 "accepted_if_reached": round(share / before, 4) if before else "",
             }
             for draft, survival in drafts.items()
-            for i, (before, share) in enumerate(zip([1.0, *survival], survival, strict=False), 1)
+            for i, (before, share) in enumerate(zip([1.0, *survival[:-1]], survival, strict=True), 1)
         ],
     )
     figure, axes = new_figure()
     style, width = style_of(list(drafts)), 0.6 if len(drafts) == 1 else 0.84 / len(drafts)
-    longest = max(map(len, drafts.values()))
+    steps = report["settings"]["steps"]
     for place, (draft, survival) in enumerate(drafts.items()):
-        at = [i + (place - (len(drafts) - 1) / 2) * width for i in range(1, len(survival) + 1)]
+        at = [i + (place - (len(drafts) - 1) / 2) * width for i in range(1, steps + 1)]
         if len(drafts) == 1:
-            axes.bar(at, [100] * len(survival), color=REST, width=width)
+            axes.bar(at, [100] * steps, color=REST, width=width)
         bars = axes.bar(
             at,
             [100 * share for share in survival],
@@ -73,11 +73,11 @@ def plot_survival(report: dict, folder: Path = PLOTS) -> Plot:
             width=width if len(drafts) == 1 else 0.94 * width,
             label=label(draft),
         )
-        if longest * len(drafts) <= _MOST_LABELLED:
+        if steps * len(drafts) <= _MOST_LABELLED:
             axes.bar_label(bars, fmt="%.0f %%", padding=3, color=INK, fontsize=10 if len(drafts) < 3 else 9)
     highest = 100 if len(drafts) == 1 else 100 * max(map(max, drafts.values()))
-    axes.set(ylim=(0, 1.1 * highest), xlabel="draft position i", xticks=range(1, longest + 1))
-    if longest * len(drafts) <= _MOST_LABELLED:
+    axes.set(ylim=(0, 1.1 * highest), xlabel="draft position i", xticks=range(1, steps + 1))
+    if steps * len(drafts) <= _MOST_LABELLED:
         axes.yaxis.set_visible(False)
         axes.spines["left"].set_visible(False)
     else:
@@ -92,7 +92,7 @@ def plot_survival(report: dict, folder: Path = PLOTS) -> Plot:
         folder / "survival.png",
         of_ours(
             report,
-            f"A round accepts {report['speculative']['accept_length'] - 1:.2f} of {report['settings']['steps']} draft tokens",
+            f"A round accepts {report['speculative']['accept_length'] - 1:.2f} of at most {steps} draft tokens",
         ),
         "Share of rounds in which draft tokens 1 to i are all accepted",
     )

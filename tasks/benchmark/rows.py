@@ -13,7 +13,7 @@ from tasks.benchmark.figures import (
     spread,
     stream_speed,
 )
-from tasks.common.acceptance import pool
+from tasks.common.acceptance import Acceptance, pool
 from tasks.common.sglang_client import Completion
 from tasks.common.traffic import Pass
 
@@ -31,8 +31,7 @@ def cell(of: Comparison, steps: int) -> dict:
         "temperature": load.temperature,
         "requests": sum(len(one.answers) for one in of.drafted),
         "repeats": len({one.repeat for one in of.drafted}),
-        "accept_length": round(of.acceptance.accept_length, 4),
-        "survival": [round(share, 4) for share in of.acceptance.survival(steps)],
+        **acceptance_and_survival(of.acceptance, steps),
         "verify_rounds": of.acceptance.rounds,
         "correct_drafts": of.acceptance.correct,
         "tokens_per_s": _tokens_per_s(of.drafted),
@@ -62,8 +61,9 @@ def by_domain(pairs: Sequence[Pair], steps: int) -> list[dict]:
         groups.setdefault(pair.question.domain, []).append(pair)
     return [
         {"domain": domain, "prompts": len({pair.question.id for pair in group})}
-        | acceptance_and_speed(group, steps)
+        | acceptance_and_survival(pool(pair.speculative for pair in group), steps)
         | {
+            "tokens_per_s": round(pair_speed(group, "speculative"), 2),
             "baseline_tokens_per_s": round(pair_speed(group, "baseline"), 2),
             "speedup": round(pair_speedup(group), 3),
         }
@@ -125,12 +125,10 @@ def prompt_rows(pairs: Sequence[Pair]) -> list[dict]:
     ]
 
 
-def acceptance_and_speed(pairs: Sequence[Pair], steps: int) -> dict:
-    """Of the server with the draft, over these answers."""
-    acceptance = pool(pair.speculative for pair in pairs)
+def acceptance_and_survival(acceptance: Acceptance, steps: int) -> dict:
+    """Acceptance length, and survival at each of `steps` positions."""
     return {
         "accept_length": round(acceptance.accept_length, 4),
-        "tokens_per_s": round(pair_speed(pairs, "speculative"), 2),
         "survival": [round(share, 4) for share in acceptance.survival(steps)],
     }
 

@@ -1,6 +1,6 @@
 """The benchmark in tables for the terminal."""
 
-from tasks.benchmark.cells import counted, heading, ms, number, percent, requests
+from tasks.benchmark.wording import counted, heading, ms, number, percent, requests
 from tasks.common.benchmark_names import OURS, POOLED
 from tasks.common.console import console
 

@@ -5,11 +5,11 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 
 from tasks.benchmark.arms import Arm
-from tasks.benchmark.cells import requests
 from tasks.benchmark.conditions import shown
 from tasks.benchmark.figures import Comparison, Pair, compare, speed
 from tasks.benchmark.measure import Measured
-from tasks.benchmark.rows import acceptance_and_speed, by_context, by_domain, cell, rounded
+from tasks.benchmark.rows import acceptance_and_survival, by_context, by_domain, cell, rounded
+from tasks.benchmark.wording import requests
 from tasks.common.advice_reports import measured_step_share, scaling_fit
 from tasks.common.benchmark_names import BASELINE, HELDOUT, OURS
 from tasks.common.break_even import advice
@@ -38,12 +38,12 @@ def summarise(
         DraftlineError: no speculation ran (S4).
     """
     comparisons = compared(measured.passes, arms)
-    ours = headline(comparisons)
+    ours = headline_comparison(comparisons)
     steps, pairs, acceptance = params.serve.num_steps, ours.pairs, ours.acceptance
     parted = next((pair for pair in pairs if pair.first_difference is not None), None)
     settings = _settings(measured, params, pairs) | dict(identity)
     return {
-        "speculative": acceptance_and_speed(pairs, steps)
+        "speculative": acceptance_and_survival(acceptance, steps)
         | {
             "tokens_per_s": round(speed(ours.drafted), 2),  # of all users, as the plain server's
             "verify_rounds": acceptance.rounds,
@@ -82,7 +82,7 @@ def compared(passes: Sequence[Pass], arms: Sequence[Arm]) -> list[Comparison]:
     return list(compare(passes, [arm.name for arm in arms if arm.plan.draft], BASELINE))
 
 
-def headline(comparisons: Sequence[Comparison]) -> Comparison:
+def headline_comparison(comparisons: Sequence[Comparison]) -> Comparison:
     """Our draft, greedily, at the lowest concurrency, over all sets: what a run is judged by."""
     ours = [one for one in comparisons if one.draft == OURS and one.load.temperature == 0]
     lowest = min(one.load.concurrency for one in ours)
@@ -138,7 +138,6 @@ def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict
         "concurrency": list(asked.concurrency),
         "temperatures": list(asked.temperatures),
         "params_sha256": params_sha256(params),
-        "requests_at_once": asked.concurrency[0],
         "servers": "side by side, asked in turn" if measured.side_by_side else "one after the other (no room for all)",
         "device": params.target.device,
         "dtype": params.target.dtype,

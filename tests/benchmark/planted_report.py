@@ -51,17 +51,11 @@ def planted_report(
         ],
         "cells": cells,
         "drafts": {
-            "speculative": {"folder": "artifacts/export", "steps": 3, "topk": 1, "draft_tokens": 4},
-            **{
-                name: {
-                    "folder": f"drafts/{name}",
-                    "steps": 5,
-                    "topk": 1,
-                    "draft_tokens": 6,
-                    "trainer": "SpecForge 0.2.0",
-                }
-                for name in drafts
-            },
+            name: {"folder": folder, "steps": 3, "topk": 1, "draft_tokens": 4}
+            for name, folder in {
+                "speculative": "artifacts/export",
+                **{name: f"drafts/{name}" for name in drafts},
+            }.items()
         },
         "advice": [
             "At concurrency 1 a round costs 1.52 plain steps: an acceptance length of 1.52 breaks even, 2.32 is reached.",
@@ -106,14 +100,14 @@ def planted_report(
 
 
 def _survival(draft: int, of_set: int) -> list[float]:
-    """Foreign drafts draft two tokens more."""
-    shares = SURVIVAL if draft == 0 else (0.52, 0.24, 0.1, 0.05, 0.02)
+    """Foreign drafts reach less."""
+    shares = SURVIVAL if draft == 0 else (0.52, 0.24, 0.1)
     return [round(share / max(1, draft) ** 0.2 * (1.06, 0.93, 1.01, 1.0)[of_set], 4) for share in shares]
 
 
 def _cell(draft: str, name: str, users: int, temperature: float, survival: list[float]) -> dict:
     accept_length = round(1 + sum(survival), 4)
-    step, turn = _STEP_MS[users], _ROUND_MS[users] * (1 if len(survival) == 3 else 1.2)
+    step, turn = _STEP_MS[users], _ROUND_MS[users] * (1 if draft == "speculative" else 1.2)
     plain, drafted = 1e3 * users / step, 1e3 * users * accept_length / turn
     speedup = drafted / plain
     return {

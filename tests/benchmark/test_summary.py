@@ -9,7 +9,7 @@ from tasks.benchmark.arms import Arm
 from tasks.benchmark.measure import Measured
 from tasks.benchmark.partial import Partial
 from tasks.benchmark.rows import cell_rows, prompt_rows
-from tasks.benchmark.summary import compared, headline, summarise
+from tasks.benchmark.summary import compared, headline_comparison, summarise
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_json
 from tasks.common.measured_draft import params_sha256
@@ -101,11 +101,13 @@ def test_of_servers_that_did_not_run_side_by_side_the_report_says_what_no_interv
     assert advice[-1].startswith("The servers ran one after the other") and "no interval shows" in advice[-1]
 
 
-def test_what_holds_of_one_concurrency_alone_stands_behind_its_verdict():
-    passes = both(load(2)) + both(load(2, concurrency=4), drafted=completion(10, 1.0, (3, 0, 0, 1)))
-    passes = [one for one in passes if one.load.concurrency == 1]
-    (only,) = report(passes, concurrency=(1,))["advice"]
-    assert only.startswith("1 request at a time: You need 1.25") and "was not measured" in only
+def test_what_holds_of_one_concurrency_among_several_stands_behind_its_verdict():
+    slow = completion(10, 3.0, (2, 0, 0, 2))
+    passes = both(load(2)) + both(load(2, concurrency=4), drafted=slow)
+    pays, does_not, of_both = report(passes, concurrency=(1, 4))["advice"]
+    assert pays.startswith("1 request at a time: You need 1.25") and "scaling" not in pays
+    assert does_not.startswith("4 requests at once: You need 3.75") and "reports/scaling.json" in does_not
+    assert of_both.startswith("1 and 4 requests at once: ") and "scaling" not in of_both
 
 
 def test_advice_says_what_the_speed_up_counts_beside_decoding():
@@ -189,7 +191,7 @@ def test_rows_of_the_tables_share_their_columns():
     first, second = cell_rows(found)
     assert first.keys() == second.keys()
     assert (first["tokens_per_s_median"], first["survival_3"], first["first_token_ms_p50"]) == (10.0, 0.5, 100.0)
-    rows = prompt_rows(headline(compared(passes, ARMS)).pairs)
+    rows = prompt_rows(headline_comparison(compared(passes, ARMS)).pairs)
     assert [(row["prompt"], row["repeat"], row["accept_length"]) for row in rows] == [("q0", r, 2.5) for r in range(3)]
 
 

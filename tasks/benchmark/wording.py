@@ -1,8 +1,8 @@
-"""Which rows of a benchmark's table a plot, a page or the terminal shows, and what they call its servers."""
+"""What a plot, a page or the terminal calls the servers of a benchmark, and how they write its figures."""
 
 from typing import Any
 
-from tasks.common.benchmark_names import BASELINE, OURS, POOLED
+from tasks.common.benchmark_names import BASELINE, OURS
 
 _LABELS = {OURS: "this draft", BASELINE: "plain server"}
 
@@ -22,22 +22,6 @@ def of_ours(report: dict[str, Any], finding: str) -> str:
     return f"This draft: {finding[0].lower()}{finding[1:]}" if len(report["drafts"]) > 1 else finding
 
 
-def by_draft(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Greedy cells of all sets together, by draft, in ascending order of concurrency; the exported draft is the first."""
-    cells = report["cells"]
-    names = {cell["set"] for cell in cells}
-    wanted = POOLED if POOLED in names else next(iter(names))
-    lowest = min(cell["temperature"] for cell in cells)
-    drafts = sorted(dict.fromkeys(cell["draft"] for cell in cells), key=lambda draft: draft != OURS)
-    return {
-        draft: sorted(
-            (c for c in cells if (c["draft"], c["set"], c["temperature"]) == (draft, wanted, lowest)),
-            key=lambda cell: cell["concurrency"],
-        )
-        for draft in drafts
-    }
-
-
 def requests(concurrency: int) -> str:
     """'1 request at a time', '16 requests at once'."""
     return "1 request at a time" if concurrency == 1 else f"{concurrency} requests at once"
@@ -49,10 +33,11 @@ def counted(count: int, noun: str) -> str:
 
 
 def percent(share: float) -> str:
-    """A share; only a whole one reads 100 %, only none at all 0 %."""
-    rounded = f"{100 * share:.0f}"
-    exact = {0.0: "0", 1.0: "100"}.get(share)
-    return f"{rounded if exact or rounded not in ('0', '100') else f'{100 * share:.1f}'} %"
+    """A share; only a whole one reads 100 %, only none at all 0 %: the others get the decimals that they need."""
+    decimals = 0
+    while share not in (0, 1) and float(f"{100 * share:.{decimals}f}") in (0, 100):
+        decimals += 1
+    return f"{100 * share:.{decimals}f} %"
 
 
 def number(value: float) -> str:
