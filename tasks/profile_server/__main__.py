@@ -10,8 +10,8 @@ at which the draft begins to pay is a round over a plain step. The traces open i
 
 import argparse
 
-from tasks.common.errors import DraftlineError
-from tasks.common.files import REPORTS, require_writable, write_json
+from tasks.common.errors import DraftlineError, in_a_line
+from tasks.common.files import REPORTS, remove, require_writable, write_json
 from tasks.common.measured_draft import identities
 from tasks.common.params import PARAMS, Params, load_params
 from tasks.common.responses import require_heldout
@@ -19,22 +19,29 @@ from tasks.common.server_plan import baseline_plan
 from tasks.common.speculative_plan import speculative_plan
 from tasks.common.stage import ending_in_words
 
-REPORT = REPORTS / "profile.json"
+REPORT, PARTIAL = REPORTS / "profile.json", REPORTS / "profile.partial.json"
 _DEFAULT = (1, 4, 16)
 
 
 def main(requests: list[int] | None) -> None:
-    from tasks.profile_server.profile import TRACES, profile, report
+    from tasks.profile_server.profile import TRACES, plain_alone, profile, report
     from tasks.profile_server.show import show
 
     params = load_params()
     require_writable(REPORTS)
     asked = _requests(requests, params)
     prompts = [response.prompt_token_ids for response in require_heldout("the profile")]
-    plans, identity = (baseline_plan(params), speculative_plan(params)), identities()
-    baseline, speculative = (profile(plan, prompts, asked) for plan in plans)
+    plain, drafted, identity = baseline_plan(params), speculative_plan(params), identities()
+    baseline = profile(plain, prompts, asked)
+    try:
+        speculative = profile(drafted, prompts, asked)
+    except BaseException as error:
+        write_json(PARTIAL, plain_alone(baseline, params, identity, in_a_line(error)))
+        error.add_note(f"What was measured of the plain server is kept in {PARTIAL}, marked as incomplete.")
+        raise
     found = report(baseline, speculative, params, identity)
     write_json(REPORT, found)
+    remove(PARTIAL)
     show(found)
     print(f"{REPORT}: the same for programs; {TRACES}: the traces, for https://ui.perfetto.dev")
 

@@ -76,35 +76,54 @@ def report(
     """
     return {
         "by_requests": [_row(plain, drafted, params) for plain, drafted in zip(baseline, speculative, strict=True)],
-        "settings": {
-            "engine": "sglang",
-            "version": version("sglang"),
-            "device": params.target.device,
-            "dtype": params.target.dtype,
-            "machine": machine(params.target.device),
-            "steps": params.serve.num_steps,
-            "topk": params.serve.eagle_topk,
-            "draft_tokens": params.serve.num_draft_tokens,
-            "extra_args": list(params.serve.extra_args),
-            **identity,
-        },
+        "settings": _settings(params, identity),
+    }
+
+
+def plain_alone(baseline: Sequence[Profile], params: Params, identity: Mapping[str, str], why: str) -> dict:
+    """reports/profile.partial.json, where the speculative server could not be profiled."""
+    return {
+        "complete": False,
+        "why": why,
+        "by_requests": [_plain(profile) for profile in baseline],
+        "settings": _settings(params, identity),
+    }
+
+
+def _settings(params: Params, identity: Mapping[str, str]) -> dict:
+    return {
+        "engine": "sglang",
+        "version": version("sglang"),
+        "device": params.target.device,
+        "dtype": params.target.dtype,
+        "machine": machine(params.target.device),
+        "steps": params.serve.num_steps,
+        "topk": params.serve.eagle_topk,
+        "draft_tokens": params.serve.num_draft_tokens,
+        "extra_args": list(params.serve.extra_args),
+        **identity,
     }
 
 
 def _row(plain: Profile, drafted: Profile, params: Params) -> dict:
-    return {
-        "requests": plain.requests,
-        "plain_step_ms": round(plain.step_ms, 4),
+    return _plain(plain) | {
         "round_ms": round(drafted.step_ms, 4),
         "break_even_accept_length": round(drafted.step_ms / plain.step_ms, 3),
-        "plain_step": _taken(plain),
         "round": _taken(drafted) | _draft_pass(drafted.traced.part(DRAFT), params.serve.num_steps - 1),
+    }
+
+
+def _plain(profile: Profile) -> dict:
+    return {
+        "requests": profile.requests,
+        "plain_step_ms": round(profile.step_ms, 4),
+        "plain_step": _taken(profile),
     }
 
 
 def _taken(profile: Profile) -> dict:
     """A step by part. Shares of the host are of the traced step, since its times are those under the profiler; those of the GPU,
-    whose kernels it leaves as they are, of the step without it."""
+    whose kernels it all but leaves as they are, of the step without it: where they took longer than that, nothing was idle."""
     traced = profile.traced
     row = {
         "trace": str(profile.trace),
@@ -114,7 +133,7 @@ def _taken(profile: Profile) -> dict:
     }
     if traced.gpu_busy_ms is None:
         return row
-    idle = profile.step_ms - traced.gpu_busy_ms
+    idle = max(0.0, profile.step_ms - traced.gpu_busy_ms)
     return row | {
         "gpu_busy_ms": round(traced.gpu_busy_ms, 4),
         "gpu_idle_traced_ms": round(traced.period_ms - traced.gpu_busy_ms, 4),

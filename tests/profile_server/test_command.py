@@ -14,16 +14,20 @@ import yaml
 
 from tasks.common.errors import DraftlineError
 from tasks.common.files import read_json, write_jsonl
+from tasks.common.machine import machine
 from tasks.common.params import Params
 from tasks.common.responses import RESPONSES, Response
 from tasks.common.server_plan import baseline_plan, flag
 from tasks.common.server_session import port_is_free
 from tasks.common.target import TARGET, target_contract
 from tasks.prepare_target.prepare import prepare_target
-from tasks.profile_server.__main__ import REPORT, _requests, main
+from tasks.profile_server.__main__ import PARTIAL, REPORT, _requests, main
 from tasks.profile_server.decoding import ProfiledServer, _tokens_that_last, step_ms
-from tasks.profile_server.profile import TRACES
+from tasks.profile_server.parts import take_apart
+from tasks.profile_server.profile import TRACES, Profile
+from tasks.profile_server.trace import Trace
 from tests.ports import free_port_pair
+from tests.profile_server.test_parts import PLAIN
 from tests.random_draft import VOCAB, write_random_draft
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +101,24 @@ def _answers() -> list[Response]:
     return [Response(f"heldout-{n}", "chat", [], prompt, [5, 6], "", "length") for n, prompt in enumerate(prompts)]
 
 
+def test_where_the_second_server_fails_what_was_measured_of_the_first_is_kept_until_both_are(served, monkeypatch):
+    def profile(plan, *_):
+        if plan.kind == "speculative":
+            raise DraftlineError("the speculative server\ndied")
+        return [Profile(1, 1.6, take_apart(Trace.read(PLAIN), "baseline", 16), PLAIN)]
+
+    monkeypatch.setattr("tasks.profile_server.profile.profile", profile)
+    with pytest.raises(DraftlineError) as failed:
+        main([1])
+    assert failed.value.__notes__ == [
+        f"What was measured of the plain server is kept in {PARTIAL}, marked as incomplete."
+    ]
+    kept = read_json(PARTIAL)
+    assert (kept["complete"], kept["why"]) == (False, "the speculative server died")
+    assert (kept["by_requests"][0]["plain_step_ms"], kept["settings"]["machine"]) == (1.6, machine("cpu"))
+    assert not REPORT.exists()
+
+
 @pytest.mark.faults
 def test_both_servers_are_timed_and_taken_apart(served):
     command = [sys.executable, "-m", "tasks.profile_server", "--requests", "1", "2"]
@@ -117,7 +139,7 @@ def test_both_servers_are_timed_and_taken_apart(served):
             assert all(part["host_ms"] > 0 for part in taken["parts"])
             assert sum(part["host_share"] for part in taken["parts"]) == pytest.approx(1, abs=0.1)
             assert "gpu_idle_ms" not in taken
-    assert port_is_free(served.serve.port)
+    assert port_is_free(served.serve.port) and not PARTIAL.exists()
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,14 @@ def test_advice_on_this_target_draft_and_machine_reads_it(found, tmp_path):
     assert measured_step_share(1, 3, 1, settings, tmp_path) > 0
 
 
+def test_kernels_that_took_longer_than_the_step_without_the_profiler_leave_nothing_idle():
+    plain = Profile(1, 0.9, take_apart(Trace.read(PLAIN), "baseline", 16), PLAIN)  # its kernels take 1.00 ms
+    drafted = Profile(1, ROUND_MS, take_apart(Trace.read(EAGLE3), "speculative", 1), EAGLE3)
+    taken = report([plain], [drafted], Params(), IDENTITY)["by_requests"][0]["plain_step"]
+    assert taken["gpu_busy_ms"] > 0.9
+    assert (taken["gpu_idle_ms"], taken["gpu_idle_share"]) == (0, 0)
+
+
 def test_a_draft_of_three_steps_makes_two_passes_of_its_own(found):
     taken = found["by_requests"][0]["round"]
     draft = next(part for part in taken["parts"] if part["part"] == "draft")
