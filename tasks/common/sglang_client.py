@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # An answer may take long; SGLang's own watchdog ends a server that hangs well before this.
 _CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S, _INFO_TIMEOUT_S = 10, 3600, 60
-_CONNECTIONS = 256
+# As many as benchmark.concurrency may name: one beyond them would be opened anew for each request, in its time to first token.
+_CONNECTIONS = 1024
 _FLUSH_S = 10
 
 

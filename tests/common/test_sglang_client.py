@@ -2,6 +2,7 @@
 
 import json
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -66,3 +67,46 @@ def test_a_request_that_was_aborted_is_named_with_the_reason(prefill):
     reason = {"type": "abort", "message": "Input is too long"}
     with pytest.raises(DraftlineError, match=r"request request-1 was aborted: .*Input is too long"):
         prefill(DONE, DONE | {"finish_reason": reason})
+
+
+@pytest.fixture
+def crowd():
+    """A server that answers when so many requests wait for it, and keeps count of the connections that it was opened."""
+    waiting = threading.Barrier(300)
+
+    class Answers(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self):
+            waiting.wait(timeout=60)
+            body = b'{"model_path": "target"}'
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    class Counting(ThreadingHTTPServer):
+        request_queue_size, daemon_threads, block_on_close, opened = 512, True, False, 0
+
+        def get_request(self):
+            self.opened += 1
+            return super().get_request()
+
+    server = Counting(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_hundreds_of_users_ask_on_the_connections_that_they_have(crowd):
+    """A connection opened anew would stand in the time to first token."""
+    client = SGLangClient(f"http://127.0.0.1:{crowd.server_port}")
+    with ThreadPoolExecutor(300) as users:
+        for _ in range(3):
+            assert len(list(users.map(lambda _: client.server_info(), range(300)))) == 300
+    assert crowd.opened == 300
