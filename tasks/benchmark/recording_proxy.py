@@ -4,6 +4,7 @@ when its answer had gone out, and the answer."""
 import asyncio
 import json
 import threading
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tasks.common.sglang_client import Completion
 
 if TYPE_CHECKING:
-    from aiohttp import ClientSession, web
+    from aiohttp import web
 
 _MAX_BODY_BYTES = 2**30
 # A server that hangs is ended elsewhere: nobody waits for its answers here.
@@ -47,14 +48,18 @@ class RecordingProxy:
     def __init__(self, upstream: str):
         self._upstream = upstream
         self._raw: list[tuple[bytes, float, float, bytes]] = []
+        self._close: list[Callable[[], Awaitable[None]]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="recording proxy", daemon=True)
         self.url = ""
 
     def __enter__(self) -> "RecordingProxy":
         self._thread.start()
-        self._runner, self._session, port = self._await(self._start())
-        self.url = f"http://127.0.0.1:{port}"
+        try:
+            self.url = f"http://127.0.0.1:{self._await(self._start())}"
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -71,20 +76,22 @@ class RecordingProxy:
     def _await(self, coroutine: Any) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    async def _start(self) -> tuple["web.AppRunner", "ClientSession", int]:
+    async def _start(self) -> int:
         from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
 
-        session = ClientSession(timeout=ClientTimeout(total=None), connector=TCPConnector(limit=0))
+        self._session = ClientSession(timeout=ClientTimeout(total=None), connector=TCPConnector(limit=0))
+        self._close.append(self._session.close)
         application = web.Application(client_max_size=_MAX_BODY_BYTES)
         application.router.add_route("*", "/{path:.*}", self._pass_on)
         runner = web.AppRunner(application, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        self._close.append(runner.cleanup)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        return runner, session, runner.addresses[0][1]
+        return runner.addresses[0][1]
 
     async def _stop(self) -> None:
-        await self._runner.cleanup()
-        await self._session.close()
+        for close in reversed(self._close):
+            await close()
 
     async def _pass_on(self, request: "web.Request") -> "web.StreamResponse":
         from aiohttp import web

@@ -101,6 +101,18 @@ def test_a_refusal_and_what_is_no_answer_pass_and_are_not_recorded(proxy):
     assert proxy.take() == []
 
 
+def test_a_proxy_that_cannot_listen_leaves_no_thread_and_no_connection(monkeypatch):
+    async def fail(_):
+        raise OSError("no port is free")
+
+    monkeypatch.setattr("aiohttp.web.TCPSite.start", fail)
+    proxy = RecordingProxy("http://127.0.0.1:1")
+    with pytest.raises(OSError, match="no port is free"), proxy:
+        pass
+    assert "recording proxy" not in {thread.name for thread in threading.enumerate()}
+    assert proxy._session.closed
+
+
 def test_requests_that_overtook_each_other_are_told_apart_by_their_tokens():
     a, b, c = (recorded(ids, began) for ids, began in (([7, 8, 9], 0.0), ([5, 6], 0.1), ([5, 6], 0.2)))
     again = (*QUESTIONS, QUESTIONS[0])
@@ -142,12 +154,12 @@ def recorded(input_ids, began=0.0, seconds=1.0, **counts) -> Recorded:
     return Recorded(input_ids, began, began + seconds, answer, given["meta_info"]["spec_accept_length"])
 
 
-def run(*, seconds=2.0, overhead=0.0, counted=2.5, own_seconds=2.0, differing=False) -> Run:
+def run(*, seconds=2.0, overhead=0.0, counted=2.5, own_seconds=2.0, differing=False, pieces=()) -> Run:
     """Two answers of 8 tokens, each 6 correct draft tokens in 4 rounds: an acceptance length of 2.5."""
     passed = (recorded([5, 6], 10.0, seconds), recorded([7, 8, 9], 10.0, seconds))
     theirs = ToolResult(2, 16, seconds + overhead, 16 / (seconds + overhead), counted)
     own = answer_of(8, correct=4) | {"output_ids": [9] * 8} if differing else answer_of(8)
-    ours = Pass("ours", LOAD, 0, own_seconds, (Completion.of(own, 1.0),) * 2)
+    ours = Pass("ours", LOAD, 0, own_seconds, (Completion.of(own, 1.0, pieces),) * 2)
     return Run(theirs, passed, counted, ours)
 
 
@@ -184,6 +196,11 @@ def test_of_one_run_a_single_pass_beyond_the_limit_counts_and_the_longer_clock_i
     assert row["why"] == "its clock runs on until it has read /server_info, 0.05 s of 2.05 s"
 
 
+def test_a_clock_of_the_tool_that_stops_before_the_last_answer_has_gone_out_is_explained_by_nothing():
+    row = judged(run(), run(overhead=-0.1), run(overhead=0.05))[SPEED]
+    assert (row["within"], row["why"]) == (False, "nothing that is known explains it")
+
+
 def test_of_two_runs_the_median_counts_and_the_spread_is_named():
     even = judged(run(own_seconds=1.8), run(), run(own_seconds=2.2))[IN_TURN]
     assert (even["within"], even["least"], even["most"]) == (True, 0.9091, 1.1111)
@@ -191,6 +208,14 @@ def test_of_two_runs_the_median_counts_and_the_spread_is_named():
     assert (faster["within"], faster["ratio"]) == (False, 1.1111)
     assert "differ by up to 12.5% among themselves" in faster["why"]
     assert "our traffic 0 of 6" in faster["why"]
+
+
+def test_of_two_runs_a_spread_that_does_not_reach_the_difference_explains_nothing():
+    steady = [run(own_seconds=seconds) for seconds in (1.8, 1.81, 1.8)]
+    assert judged(*steady)[IN_TURN]["why"].startswith("the tool reads every answer piece by piece")
+    streamed = [run(own_seconds=seconds, pieces=((0.1, 1), (1.0, 8))) for seconds in (1.8, 1.81, 1.8)]
+    row = judged(*streamed)[IN_TURN]
+    assert (row["ratio"], row["why"]) == (1.1111, "nothing that is known explains it")
 
 
 def test_a_round_beyond_the_end_of_each_answer_explains_a_difference_only_with_overlap_scheduling():
