@@ -95,9 +95,7 @@ def verdict(search: Search) -> str:
         ]
     current = search.trials.get(search.space.rows[CURRENT])
     if current and current.last and current is not best:
-        apart = "" if best.last.is_above(current.last) else ", within the spread"
-        rung = "" if current.last.rung == best.last.rung else f", measured in rung {current.last.rung} alone"
-        said.append(f"With the current parameters it is {current.last.speedup:.2f} times{apart}{rung}.")
+        said.append(_beside(best, current))
     if alike := _alike(search):
         said.append(
             f"Its settings make the plain server {alike.last.speedup:.2f} times as fast as well: of the draft itself are "
@@ -208,5 +206,15 @@ def _result(result: Result | None) -> dict | None:
     }
 
 
+def _beside(best: Trial, current: Trial) -> str:
+    """Of the latest rung that both were in; what others say of them are other questions and other minutes."""
+    if not (both := best.beside(current)):
+        return f"With the current parameters it is {current.last.speedup:.2f} times; no rung asked all repeats of both."
+    of_best, of_current = both
+    rung = "" if of_best is best.last else f" in rung {of_best.rung}, where the best was {of_best.speedup:.2f}"
+    apart = "" if best.is_above(current) or current.is_above(best) else ", within the spread"
+    return f"With the current parameters it is {of_current.speedup:.2f} times{rung}{apart}."
+
+
 def _spread(result: Result) -> str:
-    return f"{min(result.ratios):.2f} to {max(result.ratios):.2f} in {len(result.ratios)} repeats"
+    return f"{min(result.ratios):.2f} to {max(result.ratios):.2f} in {len(result.ratios)} repeat{'s' * (len(result.ratios) > 1)}"

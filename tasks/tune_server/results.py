@@ -6,6 +6,7 @@ from statistics import median
 
 from tasks.common.break_even import predicted_speedup
 from tasks.tune_server.candidates import Candidate
+from tasks.tune_server.costs import REPEATS
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Result:
     answer_s: float
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all repeats were asked; of fewer, which a budget that ends leaves, the spread says nothing."""
+        return len(self.ratios) >= REPEATS
+
+    @property
     def speedup(self) -> float:
         """Median over the repeats."""
         return median(self.ratios)
@@ -44,10 +50,6 @@ class Result:
     def decoding_speedup(self) -> float:
         """Without the prefill, as the model predicts it."""
         return predicted_speedup(self.accept_length, self.break_even, 1.0)
-
-    def is_above(self, other: "Result") -> bool:
-        """Whether even its slowest repeat was faster than all of the other's: the spread tells them apart."""
-        return min(self.ratios) > max(other.ratios)
 
     @property
     def uncertainty(self) -> float:
@@ -73,11 +75,17 @@ class Trial:
 
     @property
     def last(self) -> Result | None:
-        """Of the latest rung, which asked most questions."""
-        return self.results[-1] if self.results else None
+        """Of the latest rung, which asked most questions, of those that it was in with all repeats; else what there is."""
+        whole = [result for result in self.results if result.is_whole]
+        return (whole or self.results or [None])[-1]
+
+    def beside(self, other: "Trial") -> tuple[Result, Result] | None:
+        """Both in the latest rung in which all repeats of both were asked; None where there is none."""
+        of_other = {result.rung: result for result in other.results if result.is_whole}
+        common = [(one, of_other[one.rung]) for one in self.results if one.is_whole and one.rung in of_other]
+        return common[-1] if common else None
 
     def is_above(self, other: "Trial") -> bool:
-        """Whether it was in the latest rung that both were measured in; not where there is none."""
-        beside = {result.rung: result for result in other.results}
-        common = [(result, beside[result.rung]) for result in self.results if result.rung in beside]
-        return bool(common) and common[-1][0].is_above(common[-1][1])
+        """Whether even its slowest repeat beside the other was faster than all of the other's: the spread tells them apart."""
+        own, of_other = self.beside(other) or (None, None)
+        return own is not None and min(own.ratios) > max(of_other.ratios)

@@ -50,10 +50,9 @@ class Schedule:
         """
         if not self._costs.are_known:  # what a start takes is not known: no more than one start's time is risked
             return list(pending[: self.room if self._bench.starts_together else 1])
-        first, *others = pending
-        ordered = [first, *sorted(others, key=lambda candidate: candidate not in self._bench.running)]
-        sizes = range(min(self.room, len(ordered)), 0, -1)
-        return next((ordered[:size] for size in sizes if self.fits(ordered[:size], questions, share)), [])
+        batch = self._ordered(pending, self._bench.running)[: self.room]
+        sizes = range(len(batch), 0, -1)
+        return next((batch[:size] for size in sizes if self.fits(batch[:size], questions, share)), [])
 
     def fits(self, candidates: Sequence[Candidate], questions: int, share: float) -> bool:
         """Whether so many questions of all of them end before so much of the budget is spent."""
@@ -61,9 +60,10 @@ class Schedule:
         return needed <= self._bench.remaining() - (1 - share) * self.budget
 
     def affordable(self, candidates: Sequence[Candidate]) -> int:
-        """The most questions that there is time to ask of all of them; 0 where not even the least."""
+        """The most questions that there is time to ask of all of them, and a reserve; 0 where not even the least."""
+        left, running = self._bench.remaining() / _RESERVE, self._bench.running
         asked = (times * self.few for times in (MOST_TIMES, 8, 4, 2, 1))
-        return next((questions for questions in asked if self.fits(candidates, questions, 1.0)), 0)
+        return next((questions for questions in asked if self._seconds(candidates, questions, running) <= left), 0)
 
     def shortage(self, missing: Sequence[Candidate], compared: Sequence[Candidate]) -> str:
         """A sentence on servers that there was no time for, and on how much would have been needed.
@@ -81,14 +81,22 @@ class Schedule:
         else:
             why = f"within {self._spent:.0f} s no server was up and warm; at least --minutes {minutes} is needed."
         names = ", ".join(candidate.name for candidate in missing)
-        return f"{self.budget / 60:g} minutes are too short to measure {names}: {why}"
+        return f"{self.budget / 60:.3g} minutes are too short to measure {names}: {why}"
 
     @property
     def _spent(self) -> float:
         return self.budget - self._bench.remaining()
 
     def _seconds(self, candidates: Sequence[Candidate], questions: int, running: Collection[Candidate]) -> float:
-        plain = [PLAIN] * math.ceil(len(candidates) / self.room)  # asked in each batch, and started where none stays
-        starts = (*(plain if self._bench.capacity == 1 else plain[:1]), *candidates)
-        starting = sum(candidate not in running for candidate in starts)
-        return self._costs.batch(starting, (*plain, *candidates), questions)
+        """Of as many batches as they take; for each after the first, what runs but the plain server makes room."""
+        ordered, seconds = self._ordered(candidates, running), 0.0
+        for number in range(0, len(ordered), self.room):
+            asked = [PLAIN, *ordered[number : number + self.room]]
+            seconds += self._costs.batch(sum(one not in running for one in asked), asked, questions)
+            running = {PLAIN} if self._bench.capacity > 1 else ()
+        return seconds
+
+    def _ordered(self, pending: Sequence[Candidate], running: Collection[Candidate]) -> list[Candidate]:
+        """The first, then those that run, then the rest."""
+        first, *others = pending
+        return [first, *sorted(others, key=lambda candidate: candidate not in running)]

@@ -2,7 +2,7 @@
 
     rung 0    the servers to compare with, two lengths of chains and trees that start beside them at no cost; then shapes
               that the model does not rule out
-    rung 1    the best third, and the best with each open setting
+    rung 1    the best third (two at least), and the best with each open setting
     rung 2..  the better half, and the best with all settings that helped; twice the questions
     last      the two best beside the servers to compare with, and the plain server under the best one's settings
 
@@ -16,7 +16,7 @@ from tasks.common.errors import in_a_line
 from tasks.tune_server.bench import Bench
 from tasks.tune_server.candidates import Candidate
 from tasks.tune_server.prediction import Prediction
-from tasks.tune_server.ranking import bare_of, helps, standing
+from tasks.tune_server.ranking import bare_of, helps, ranked
 from tasks.tune_server.results import Trial
 from tasks.tune_server.schedule import MOST_TIMES, Schedule
 from tasks.tune_server.space import CURRENT, Space
@@ -69,9 +69,9 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """Of those measured in the latest rung."""
-        ranked = self._ranked()
-        return self.trials[ranked[0]] if ranked else None
+        """None is clearly faster that was beside it."""
+        candidates = self._ranked()
+        return self.trials[candidates[0]] if candidates else None
 
     @property
     def has_compared(self) -> bool:
@@ -115,8 +115,8 @@ class Search:
         return sorted(worth, key=prediction.likely, reverse=True)
 
     def _try_options(self) -> None:
-        ranked = self._ranked()
-        kept, shape = ranked[: math.ceil(len(ranked) / 3)], ranked[0].shape
+        candidates = self._ranked()
+        kept, shape = candidates[: max(2, math.ceil(len(candidates) / 3))], candidates[0].shape
         open_options = [o for o in self.space.options if shape.topk == 1 or not o.chains_only]
         self._measure_all(
             [*kept, *(Candidate(shape, (option,)) for option in open_options)], 2 * self._few, _OPTIONS_SHARE
@@ -125,8 +125,7 @@ class Search:
     def _halve(self) -> None:
         questions, together = 4 * self._few, self._helpful_together()
         while True:
-            kept = self._of_latest_rung()
-            kept = kept[: math.ceil(len(kept) / 2)]
+            kept = self._ranked()[: math.ceil(self._count_of_latest_rung() / 2)]
             field = self._with_bare([*kept, *together])
             if (
                 len(field) <= 2
@@ -140,7 +139,7 @@ class Search:
     def _helpful_together(self) -> list[Candidate]:
         """The best shape with the best setting of each kind that beats it without; none where that is one setting."""
         helped: dict[str, Candidate] = {}
-        for candidate in self._of_latest_rung():  # the fastest first
+        for candidate in self._ranked():
             if candidate.options and helps(self.trials[candidate], self._bare(candidate)):
                 helped.setdefault(candidate.options[0].group, candidate)
         if len(helped) < 2:
@@ -150,27 +149,32 @@ class Search:
 
     def _compare(self) -> None:
         """The best with all that it is to be compared with, in one rung, asked as much as the rest of the budget allows."""
-        if not (ranked := self._ranked()):
+        if not (candidates := self._ranked()):
             return
-        best, *others = ranked
+        best, *others = candidates
         alike = [Candidate(None, best.options)] if best.options else []
-        compared = list(dict.fromkeys([*self._with_bare([best]), *self.space.required, *alike, *others[:1]]))
+        rows = sorted(self.space.required, key=lambda row: others.index(row) if row in others else len(others))
+        compared = list(dict.fromkeys([*self._with_bare([best]), *rows, *alike, *others[:1]]))
         compared = [candidate for candidate in compared if not self._trial(candidate).failed]
         self._measure_all(compared, self._schedule.affordable(compared) or self._few, 1.0)
         # What is left of the budget goes to the best and those that run.
-        while ranked := self._ranked():
-            again = [ranked[0], *(c for c in compared if c in self._bench.running and c != ranked[0])]
-            questions = self._schedule.affordable(again)
-            if questions <= self.trials[ranked[0]].last.questions:
+        while candidates := self._ranked():
+            best, *others = candidates
+            beside, running = [c for c in compared if c != best], self._bench.running
+            again = [c for c in beside if c in running] or [c for c in others if c in running]
+            questions = self._schedule.affordable([best, *again])
+            if not again or questions <= self.trials[best].last.questions:
                 return
-            self._measure_all(again, questions, 1.0)
+            self._measure_all([best, *again], questions, 1.0)
 
     # --- measuring
 
     def _measure_all(self, wanted: Sequence[Candidate], questions: int, share: float) -> None:
-        """A rung, in batches, as many as fit into the budget; where none does there is no rung."""
+        """A rung, in batches, as many as fit into the budget; where not two candidates do, there is nothing to compare."""
         pending, is_new = list(dict.fromkeys(wanted)), 1
         while pending and (batch := self._schedule.next_batch(pending, questions, share)):
+            if is_new and len(batch) < 2 and not (pending[1:] and self._schedule.fits(pending[:2], questions, share)):
+                return
             self._rung += is_new
             self._measure(batch, questions)
             pending, is_new = [candidate for candidate in pending if candidate not in batch], 0
@@ -201,13 +205,9 @@ class Search:
         return self.trials.setdefault(candidate, Trial(candidate))
 
     def _ranked(self) -> list[Candidate]:
-        """Candidates that may be chosen: by rung, the latest first, then by speed.
-
-        One with settings that the spread does not tell from the same numbers without stands behind those: of many
-        useless settings one is always the fastest.
-        """
+        """Candidates that may be chosen, the best first."""
         trials = [t for t in self.trials.values() if t.last and not t.failed and self._may_be_chosen(t.candidate)]
-        return [t.candidate for t in sorted(trials, key=lambda t: standing(t, self._bare(t.candidate)), reverse=True)]
+        return [trial.candidate for trial in ranked(trials, self.trials.values())]
 
     def _bare(self, candidate: Candidate) -> Trial | None:
         return bare_of(candidate, self.trials.values())
@@ -217,9 +217,9 @@ class Search:
         bare = [self._bare(candidate) for candidate in candidates if candidate.options]
         return list(dict.fromkeys([*candidates, *(trial.candidate for trial in bare if trial and not trial.failed)]))
 
-    def _of_latest_rung(self) -> list[Candidate]:
-        ranked = self._ranked()
-        return [c for c in ranked if self.trials[c].last.rung == self.trials[ranked[0]].last.rung]
+    def _count_of_latest_rung(self) -> int:
+        rungs = [self.trials[candidate].last.rung for candidate in self._ranked()]
+        return rungs.count(max(rungs))
 
     def _may_be_chosen(self, candidate: Candidate) -> bool:
         return candidate.shape is not None and candidate not in self.space.unfit

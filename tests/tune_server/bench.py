@@ -104,9 +104,20 @@ class Bench:
 class Noisy(Bench):
     """Repeats vary by a normal law of 1.5 %."""
 
-    def __init__(self, seed: int, **law):
-        super().__init__(3000, capacity=8, **law)
-        self._random = random.Random(seed)
+    def __init__(self, seed: int, budget_s: float = 3000, capacity: int = 8, cut_in: int | None = None, **law):
+        """
+        Args:
+            cut_in: the rung in which the budget ends after one repeat.
+        """
+        super().__init__(budget_s, capacity, **law)
+        self._random, self._cut_in = random.Random(seed), cut_in
+
+    def measure(self, batch, questions, rung, ranked):
+        found = super().measure(batch, questions, rung, ranked)
+        if rung != self._cut_in:
+            return found
+        cut = {c: replace(result, ratios=result.ratios[:1]) for c, result in found.results.items()}
+        return replace(found, results=cut, is_cut=True)
 
     def _result(self, candidate, questions, rung):
         found, speed = super()._result(candidate, questions, rung), self.speedup(candidate)

@@ -110,6 +110,26 @@ def test_a_best_that_its_spread_does_not_tell_from_the_current_one_is_said_to_be
     assert verdict(found).endswith(f"With the current parameters it is {current.speedup:.2f} times{said}.")
 
 
+def test_current_parameters_that_were_left_behind_are_compared_in_the_rung_that_both_were_in():
+    found = search(ratio=0.3)
+    current = found.trials[found.space.rows["current"]]
+    of_first, in_first = found.best.results[0], current.results[0]
+    current.results[:] = [replace(in_first, ratios=tuple(1.01 * ratio for ratio in of_first.ratios))]
+    assert found.best.last.rung > 0
+    now, then = current.last.speedup, of_first.speedup
+    assert verdict(found).endswith(
+        f"With the current parameters it is {now:.2f} times in rung 0, where the best was {then:.2f}, within the spread."
+    )
+
+
+def test_of_a_repeat_each_the_verdict_tells_nothing_apart():
+    found = search(ratio=0.3)
+    for trial in found.trials.values():
+        trial.results[:] = [replace(result, ratios=result.ratios[:1]) for result in trial.results[:1]]
+    assert " in 1 repeat)" in verdict(found)
+    assert verdict(found).endswith("; no rung asked all repeats of both.")
+
+
 def test_a_best_below_one_is_said_to_beat_nothing():
     found = search(ratio=0.05)
     assert verdict(found).startswith("No plan beats the plain server; the best is 1/1/2")

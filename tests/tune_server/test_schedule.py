@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tasks.tune_server.bench import Measured
+from tasks.tune_server.candidates import PLAIN
 from tasks.tune_server.schedule import Schedule
 from tasks.tune_server.search import Search
 from tests.tune_server.bench import Bench
@@ -37,6 +38,17 @@ def test_a_candidate_that_is_slower_than_the_plain_server_takes_its_own_time():
     assert not schedule.fits([deep], 4, 1.0)
     bench.clock -= 3 * 4 * 0.2
     assert schedule.fits([deep], 4, 1.0)
+
+
+def test_as_many_questions_are_asked_as_end_in_time_where_all_takes_a_fifth_longer():
+    bench = Bench(1000)
+    schedule, (one, *_) = Schedule(bench), space().shapes
+    schedule.learn([one], Measured({}, started=2, start_s=10.0, plain_answer_s=1.0))
+    bench.running = {PLAIN, one}
+    bench.clock = 1000 - 1.2 * 3 * 16 * 2  # 16 questions of two servers, three times, a second each
+    assert schedule.affordable([one]) == 16
+    bench.clock += 1
+    assert schedule.affordable([one]) == 8
 
 
 def minutes(sentence: str) -> int:
