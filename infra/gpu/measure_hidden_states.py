@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 
+from infra.gpu.places import BUILTIN_PROMPTS
 from infra.gpu.states_engine import measure_engine
 from infra.gpu.states_float8 import measure_float8
 from tasks.common.files import write_json
 from tasks.common.params import Params
 from tasks.common.target import TARGET
 from tasks.prepare_target.prepare import prepare_target
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def main() -> None:
@@ -65,7 +64,7 @@ def _params(args: argparse.Namespace) -> Params:
     return Params.model_validate(
         {
             "target": {"model": str(args.target), "device": args.device, "dtype": args.dtype},
-            "prompts": {"folder": str(ROOT / "tasks/collect_prompts/builtin"), "max_train": args.max_train},
+            "prompts": {"folder": str(BUILTIN_PROMPTS), "max_train": args.max_train},
             "regenerate": {"max_new_tokens": args.max_new_tokens, "batch_size": 128},
             "dump": {
                 "engine": "sglang",

@@ -22,8 +22,9 @@ from pathlib import Path
 
 import yaml
 
+from infra.gpu.places import ROOT
 from infra.gpu.served_acceptance import read_sets
-from tasks.common.draft_files import DraftFiles
+from tasks.common.contract import Contract
 from tasks.common.files import REPORTS, read_json, write_atomically, write_json
 from tasks.common.params import PARAMS, Params
 from tasks.common.responses import RESPONSES, Response
@@ -34,7 +35,6 @@ from tasks.common.target import TARGET
 from tasks.common.versions import VERSIONS, result_versions
 from tasks.prepare_target.prepare import prepare_target
 
-ROOT = Path(__file__).resolve().parents[2]
 PARTS = ("tune", "profile", "benchmark", "cross_check")
 TUNED = REPORTS / "tuned_params.yaml"
 SECONDS, PROJECT = Path("seconds.json"), Path("project.json")
@@ -111,11 +111,12 @@ def _make_project(args: argparse.Namespace) -> None:
             differing = [name for name in project if earlier.get(name) != project[name]]
             raise SystemExit(f"{args.work} was made with other values of {', '.join(differing)}: name another --work.")
         return
-    aux = DraftFiles.open(args.draft).config["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
+    # Not the config's ids, which an engine may count otherwise than the contract counts outputs of layers.
+    contract = Contract.model_validate(read_json(args.draft / "draftline.json")["contract"])
     params = Params.model_validate(
         {
             "target": {"model": str(args.target), "device": args.device, "dtype": args.dtype},
-            "contract": {"aux_layer_ids": aux},
+            "contract": {"aux_layer_ids": contract.aux_layer_ids},
             "train_draft": {"ttt_length": args.ttt_length},
             "serve": {
                 "context_length": 2048,
@@ -152,7 +153,7 @@ def _write_heldout(folder: Path) -> None:
 
 
 def _change(section: str, values: dict) -> None:
-    """Of params.yaml."""
+    """Set `values` in a section of params.yaml."""
     params = yaml.safe_load(PARAMS.read_text())
     params[section] |= values
     write_atomically(PARAMS, yaml.safe_dump(params, sort_keys=False).encode())

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from infra.gpu.places import PORT_STEP
 from infra.gpu.served_training import CHAINS, EXPORTS, TRAINED
 from tasks.common.acceptance import pool
 from tasks.common.conversations import read_folder
@@ -19,8 +20,7 @@ from tasks.common.speculative_plan import speculative_plan
 from tasks.common.target import load_tokenizer, render_prompt
 
 SERVED = Path("served.json")
-# SGLang takes its own ports from 100 to 1000 above the one that it listens on.
-_FIRST_PORT, _PORT_STEP = 20_000, 1_100
+_FIRST_PORT = 20_000
 # Sets that are asked at each chain; the longer one is asked the last set alone, as the drafts' papers report it.
 _ONLY_AT_LONGER = "gsm8k"
 
@@ -52,7 +52,7 @@ def serve_all(params: Params, drafts: Sequence[str], folder: Path, limit: int | 
         chain = f"{steps}/1/{steps + 1}"
         asked = {k: v for k, v in sets.items() if steps == CHAINS[0] or k == _ONLY_AT_LONGER}
         try:
-            figures = _serve_one(params, name, steps, asked, _FIRST_PORT + _PORT_STEP * number, in_flight)
+            figures = _serve_one(params, name, steps, asked, _FIRST_PORT + PORT_STEP * number, in_flight)
         except Exception as error:  # the others go on
             figures = {"failed": f"{type(error).__name__}: {error}"}
         with lock:

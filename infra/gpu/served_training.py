@@ -117,7 +117,7 @@ def train_with_specforge(
     began = time.perf_counter()
     found = train_specforge(work.absolute(), draft, model, data, training, discard=every, log_interval=every)
     seconds = time.perf_counter() - began
-    if found.get("failed", found.get("exit_code")):
+    if "failed" in found or found["exit_code"]:
         raise DraftlineError(f"SpecForge's training failed: {found}; see {work / 'log.txt'}.")
     export = EXPORTS / name
     what = ("--checkpoint", work / "output", "--draft-config", work / "draft.json", "--output-dir", export)

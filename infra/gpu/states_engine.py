@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from infra.gpu.places import ROOT
 from infra.gpu.states_compared import compare
 from tasks.common.contract import Contract
 from tasks.common.files import write_json
@@ -26,7 +27,6 @@ from tasks.dump_hidden_states.capture import Capture
 from tasks.dump_hidden_states.engines import batches, open_engine
 from tasks.dump_hidden_states.sglang_engine import HookedServer
 
-_ROOT = Path(__file__).resolve().parents[2]
 _PARITY_SAMPLES = 32
 _SMALL_CHUNK = 128
 _IN_FLIGHT = 8
@@ -138,7 +138,7 @@ def _random_shards(args: argparse.Namespace, contract: Contract, tokens: int) ->
 
 def _text_shard(params: Params) -> ShardPlan:
     """English text, 32 samples of many lengths."""
-    text = "\n".join(path.read_text() for path in sorted((_ROOT / "infra/docs").glob("*.md")))
+    text = "\n".join(path.read_text() for path in sorted((ROOT / "infra/docs").glob("*.md")))
     ids = load_tokenizer().encode(text)
     longest = params.serve.context_length - 8
     lengths = np.linspace(longest // 16, longest, _PARITY_SAMPLES).astype(int).tolist()

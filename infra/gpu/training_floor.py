@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from infra.gpu.training_sizes import Size
-from tasks.train_draft.loss import _CHUNK_SOURCES
+from tasks.train_draft.loss import CHUNK_SOURCES
 
 _SECONDS = 0.15  # for each ceiling
 
@@ -66,7 +66,7 @@ def _products(size: Size, ttt_length: int) -> Iterator[tuple[str, tuple[int, int
     yield "o", (rows, hidden, heads), ttt_length, 3
     yield "gate and up", (rows, 2 * size.intermediate, hidden), ttt_length, 3
     yield "down", (rows, hidden, size.intermediate), ttt_length, 3
-    chunk = min(rows, _CHUNK_SOURCES)
+    chunk = min(rows, CHUNK_SOURCES)
     pairs = chunk * ttt_length
     yield "head", (pairs, size.draft_vocab, hidden), _pairs(size, ttt_length) / pairs, 3
     yield "target head", (chunk, size.draft_vocab, hidden), rows / chunk, 1

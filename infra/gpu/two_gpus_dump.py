@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from infra.gpu.places import PORT_STEP
 from infra.gpu.two_gpus_runs import Found, module_command, run
 from infra.gpu.two_gpus_settings import (
     GPUS,
-    PORT_STEP,
     Settings,
     Sizes,
     over_both,

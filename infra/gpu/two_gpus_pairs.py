@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from infra.gpu.two_gpus_settings import PORT_STEP, over_both
+from infra.gpu.places import PORT_STEP
+from infra.gpu.two_gpus_settings import over_both
 from tasks.common.acceptance import pool
 from tasks.common.params import Params
 from tasks.common.server import Server
@@ -90,9 +91,8 @@ class Pair:
     def warm_up(self, loads: Sequence[Load]) -> None:
         """A question a user, of each server."""
         for load in loads:
-            few = replace(load, questions=load.questions[: load.concurrency])
             for arm, server in self.servers.items():
-                run_load(server, few, arm)
+                run_load(server, load.warm_up(1), arm)
 
     def stop(self) -> None:
         """

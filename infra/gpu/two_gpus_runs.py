@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from infra.gpu.two_gpus_settings import ROOT
+from infra.gpu.places import ROOT
 from tasks.common.errors import DraftlineError
 from tasks.common.files import write_json
 from tasks.common.server_session import LOGS, reap_stale_servers

@@ -1,7 +1,7 @@
 """A target with its draft, and the target alone, served by one GPU and by two, under the options of their all-reduce.
 
 A pair of servers, plain and with the draft, for each way; all get the same questions under the same flags. Pairs that run beside
-each other are asked in turn, round by round.
+each other are asked in turn, pass by pass.
 """
 
 import time
@@ -9,12 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from infra.gpu.padded_heads import pad_draft
+from infra.gpu.places import BUILTIN_PROMPTS, PORT_STEP
 from infra.gpu.two_gpus_pairs import ONE, Pair, Way, summary, ways
 from infra.gpu.two_gpus_runs import Found
 from infra.gpu.two_gpus_settings import (
-    BUILTIN_PROMPTS,
     GPUS,
-    PORT_STEP,
     Settings,
     Sizes,
     over_both,
@@ -133,11 +132,11 @@ def _measure_beside(
         for number, way in enumerate(beside):
             running.append(Pair(way, params, draft, params.serve.port + 2 * number * PORT_STEP))
         started = each(Pair.launch) + each(Pair.wait_until_ready)
-        round_s = each(lambda pair: pair.warm_up(loads))
+        pass_s = each(lambda pair: pair.warm_up(loads))
         for repeat in range(repeats):
-            if found.seconds_left < round_s:
+            if found.seconds_left < pass_s:
                 break
-            round_s = each(lambda pair, repeat=repeat: pair.ask(loads, repeat))
+            pass_s = each(lambda pair, repeat=repeat: pair.ask(loads, repeat))
             for pair in running:
                 if pair.way.name == ONE:
                     reference[:] = pair.passes

@@ -8,16 +8,13 @@ from typing import Any
 import yaml
 
 from infra.gpu.padded_heads import pad_target
+from infra.gpu.places import ROOT
 from tasks.common.files import read_json, write_atomically, write_json
 from tasks.common.params import PARAMS, Params
 from tasks.common.target import TARGET
 from tasks.prepare_target.prepare import prepare_target
 
-ROOT = Path(__file__).resolve().parents[2]
-BUILTIN_PROMPTS = ROOT / "tasks/collect_prompts/builtin"
 GPUS = 2
-# SGLang takes its own ports from 100 to 1000 above the one that it listens on.
-PORT_STEP = 1_100
 # Text that every checkout has; the target's states over it are what is compared and trained on.
 _TEXTS = ("infra/**/*.md", "tasks/**/*.py", "infra/**/*.py", "tests/**/*.py")
 

@@ -3,9 +3,8 @@
 import importlib
 import sys
 
-from tasks.common.errors import DraftlineError
 from tasks.common.params import load_params
-from tasks.common.stage import exit_on_signals
+from tasks.common.stage import ending_in_words
 
 
 class Untracked:
@@ -19,8 +18,5 @@ class Untracked:
 
 
 if __name__ == "__main__":
-    exit_on_signals()
-    try:
+    with ending_in_words(sys.argv[1]):
         importlib.import_module(f"{sys.argv[1]}.__main__").main(load_params(), Untracked())
-    except DraftlineError as error:
-        sys.exit(str(error))

@@ -174,7 +174,7 @@ class Serve(Section):
 
     @property
     def reserved_tokens(self) -> int:
-        """Of a request, as the function above."""
+        """Tokens of a round that SGLang keeps room for behind those of a request."""
         return reserved_tokens(self.num_steps, self.eagle_topk, self.num_draft_tokens)
 
     @field_validator("extra_args", "environment")

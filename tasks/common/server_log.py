@@ -1,6 +1,7 @@
 """Reading the log of a starting SGLang server: how far it is, whether it is lost, and what would help."""
 
 import re
+from pathlib import Path
 
 # First match of a line wins; phases may repeat (target and draft load one after the other).
 _PHASES = (
@@ -92,7 +93,7 @@ _EXCEPTION = re.compile(r"^(- |\[[^\]]*\] )?[\w.]*(Error|Exception|Interrupt)\b.
 class LogReader:
     """Follows the log file of one server."""
 
-    def __init__(self, path):
+    def __init__(self, path: Path):
         self.path = path
         self._file = path.open(encoding="utf-8", errors="replace")
         self.phase = FIRST_PHASE

@@ -22,7 +22,7 @@ STEP_WEIGHT = 0.8
 # Bytes of a chunk's logits and their gradient: on a GPU large enough for its matrix products, on a CPU near its caches.
 _CHUNK_BYTES = {"cuda": 2 << 30, "cpu": 32 << 20}
 # On a GPU chunks have two sizes, so that kernels are compiled for no more: this, where the bytes allow it, and a quarter.
-_CHUNK_SOURCES = 1024
+CHUNK_SOURCES = 1024
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Lessons:
         supervised = torch.stack([samples.supervised(step).sum() for step in range(num_steps)])
         counts, missing = learns.sum(0), 0
         if compiles_on(device):
-            missing = round_up(max(len(sources), 1), _CHUNK_SOURCES // 4) - len(sources)
+            missing = round_up(max(len(sources), 1), CHUNK_SOURCES // 4) - len(sources)
         return cls(
             F.pad(sources, (0, missing)),
             F.pad(labels[sources], (0, missing)),
@@ -177,8 +177,8 @@ def _chunks(num_sources: int, bytes_per_source: int, device: torch.device) -> It
     most = _CHUNK_BYTES[device.type] // (2 * bytes_per_source)
     sizes = [max(1, most)]
     if compiles_on(device):
-        small = _CHUNK_SOURCES // 4
-        sizes = [max(small, min(_CHUNK_SOURCES, most // small * small)), small]
+        small = CHUNK_SOURCES // 4
+        sizes = [max(small, min(CHUNK_SOURCES, most // small * small)), small]
     start = 0
     while start < num_sources:
         size = next((size for size in sizes if start + size <= num_sources), num_sources - start)

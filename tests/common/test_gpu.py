@@ -46,18 +46,19 @@ def test_a_machine_without_the_driver_has_no_gpu(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("script", "why"),
+    ("script", "seconds", "why"),
     [
         (
             "echo NVIDIA-SMI has failed because no driver answers; exit 9",
+            30,
             "ended with code 9 and said 'NVIDIA-SMI has failed",
         ),
-        ("exec sleep 60", "timed out after 0.3 seconds"),
+        ("exec sleep 60", 0.3, "timed out after 0.3 seconds"),
     ],
 )
-def test_a_driver_that_does_not_answer_is_a_sentence(tmp_path, monkeypatch, script, why):
+def test_a_driver_that_does_not_answer_is_a_sentence(tmp_path, monkeypatch, script, seconds, why):
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(gpu, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(gpu, "_ANSWER_S", seconds)
     path = tmp_path / "nvidia-smi"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)

@@ -1,14 +1,16 @@
 """What is measured of served drafts, up to the servers: answers, both forms of their states, a trained draft, the table."""
 
 import json
+import os
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from infra.gpu.places import ROOT
 from infra.gpu.served_acceptance import read_sets, table
 from infra.gpu.served_answers import link_target, make_answers, make_features, write_features
-from infra.gpu.served_training import EXPORTS, TRAINED, predicted, train_draftline
+from infra.gpu.served_training import EXPORTS, TRAINED, predicted, train_draftline, train_with_specforge
 from tasks.common.errors import DraftlineError
 from tasks.common.files import write_json, write_jsonl
 from tasks.common.hidden_states import HIDDEN_STATES, HiddenStates
@@ -78,6 +80,14 @@ def test_the_exported_draft_is_served_as_trained_and_predicts_as_its_trainer_did
     assert again["3/1/4"] == round(best, 3)
     assert again["5/1/6"] >= again["3/1/4"]
     assert speculative_plan(params, EXPORTS / "ours").algorithm == "EAGLE3"
+
+
+def test_a_trainer_of_no_step_that_ends_well_has_trained_nothing(answers, params, project, monkeypatch):
+    (project / "specforge").mkdir()
+    (project / "specforge/cli.py").write_text("print('nothing to do')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{project}{os.pathsep}{ROOT}")
+    with pytest.raises(DraftlineError, match="SpecForge's training failed: .*'failed': 0"):
+        train_with_specforge(params, "theirs", 1, 4, 1e-4, "sdpa", project / "features")
 
 
 def test_sets_are_named_by_their_files_and_cut_alike(project):

@@ -8,7 +8,7 @@ import pytest
 
 from infra.gpu import measure_serving
 from tasks.common.errors import DraftlineError
-from tasks.common.files import read_json
+from tasks.common.files import read_json, write_json
 from tasks.common.params import load_params
 from tasks.common.responses import read_responses
 from tasks.common.server_session import Process
@@ -62,6 +62,21 @@ def test_the_project_is_the_products_own_and_tunes_on_other_prompts_than_it_meas
     monkeypatch.chdir(tmp_path / "work")
     with pytest.raises(SystemExit, match="other values of dtype"):
         measure_serving._make_project(other)
+
+
+def test_layers_are_those_of_the_drafts_contract_whatever_its_config_counts(arguments, monkeypatch, tmp_path):
+    config = read_json(Path("draft/config.json"))
+    config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] = [
+        2,
+        4,
+        5,
+    ]  # as SGLang reads a draft of DeepSeek's shape
+    write_json(Path("draft/config.json"), config)
+    args = arguments()
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    measure_serving._make_project(args)
+    assert load_params().contract.aux_layer_ids == (1, 3, 4)
 
 
 def test_a_part_ends_at_its_limit(tmp_path, monkeypatch):
