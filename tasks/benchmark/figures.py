@@ -9,7 +9,7 @@ from statistics import fmean, median, stdev
 from tasks.common.acceptance import Acceptance, pool
 from tasks.common.benchmark_names import POOLED
 from tasks.common.sglang_client import Completion
-from tasks.common.traffic import Load, Pass, Question, percentile
+from tasks.common.traffic import Load, Pass, Question, percentile, speed, step_seconds
 
 _RESAMPLES = 2000
 
@@ -86,21 +86,9 @@ class Comparison:
 
     @property
     def break_even(self) -> float:
-        """The acceptance length at which speculation costs as much as it saves: time of a round over time of a plain token.
-
-        Of streamed answers from their first piece on: prefill is the same with and without a draft, and would draw the figure
-        towards the acceptance length reached. The prefills of requests that join while an answer is written are in both times, and
-        do draw it there; whether the draft pays they leave as it is. Where every answer came in one piece, all of the waiting.
-        """
-        rounds, seconds = _decoding(self.drafted, lambda answer: answer.verify_rounds)
-        tokens, plain_seconds = _decoding(self.baseline, lambda answer: len(answer.output_ids) - 1)
-        if not rounds or not tokens:
-            rounds, seconds = self.acceptance.rounds, sum(one.waited_seconds for one in self.drafted)
-            tokens, plain_seconds = (
-                sum(one.tokens for one in self.baseline),
-                sum(one.waited_seconds for one in self.baseline),
-            )
-        return seconds / rounds * tokens / plain_seconds
+        """The acceptance length at which speculation costs as much as it saves: time of a round over time of a plain token."""
+        round_s, plain_s = step_seconds(self.drafted, self.baseline)
+        return round_s / plain_s
 
     @property
     def agreement(self) -> float:
@@ -145,14 +133,8 @@ def pooled(comparisons: Sequence[Comparison]) -> Comparison:
     )
 
 
-def speed(passes: Iterable[Pass]) -> float:
-    """Tokens per second of all users together."""
-    passes = list(passes)
-    return sum(one.tokens for one in passes) / sum(one.seconds for one in passes)
-
-
 def speeds(passes: Sequence[Pass]) -> list[float]:
-    """The same for each repeat."""
+    """Tokens per second of all users together in each repeat."""
     return [speed(one for one in passes if one.repeat == repeat) for repeat in sorted({one.repeat for one in passes})]
 
 
@@ -193,16 +175,6 @@ def _waiting(pairs: Iterable[Pair], arm: str) -> tuple[int, float]:
     """(tokens, seconds) of a server's answers."""
     answers = [getattr(pair, arm) for pair in pairs]
     return sum(len(answer.output_ids) for answer in answers), sum(answer.seconds for answer in answers)
-
-
-def _decoding(passes: Iterable[Pass], steps_of: Callable[[Completion], int]) -> tuple[float, float]:
-    """(steps, seconds) of the streamed answers behind their first piece; what that holds beyond the prefill's token is left out."""
-    steps = seconds = 0.0
-    for answer in (answer for one in passes for answer in one.answers if len(answer.pieces) > 1):
-        (began, first), (ended, last) = answer.pieces[0], answer.pieces[-1]
-        steps += steps_of(answer) * (last - first) / (last - 1)
-        seconds += ended - began
-    return steps, seconds
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -8,14 +8,13 @@ from tasks.benchmark.figures import (
     latency_ms,
     pair_speed,
     pair_speedup,
-    speed,
     speeds,
     spread,
     stream_speed,
 )
 from tasks.common.acceptance import Acceptance, pool
 from tasks.common.sglang_client import Completion
-from tasks.common.traffic import Pass
+from tasks.common.traffic import Pass, speed
 
 # Upper ends of the buckets of context length, in tokens of prompt and answer.
 _CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)

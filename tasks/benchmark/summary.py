@@ -6,7 +6,7 @@ from importlib.metadata import version
 
 from tasks.benchmark.arms import Arm
 from tasks.benchmark.conditions import shown
-from tasks.benchmark.figures import Comparison, Pair, compare, speed
+from tasks.benchmark.figures import Comparison, Pair, compare
 from tasks.benchmark.measure import Measured
 from tasks.benchmark.rows import acceptance_and_survival, by_context, by_domain, cell, rounded
 from tasks.benchmark.wording import requests
@@ -17,7 +17,7 @@ from tasks.common.files import sha256_json
 from tasks.common.machine import machine
 from tasks.common.measured_draft import params_sha256
 from tasks.common.params import Params
-from tasks.common.traffic import Pass
+from tasks.common.traffic import Pass, speed
 
 _APART = (
     "The servers ran one after the other, since memory had no room for all: how much faster or slower the machine was under one of "

@@ -1,7 +1,7 @@
 """Questions asked of a server by a fixed number of users at once: a closed loop, each asks its next when it is answered."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from statistics import quantiles
@@ -137,6 +137,26 @@ def percentile(values: Sequence[float], percent: int) -> float:
     return values[0] if len(values) == 1 else quantiles(values, n=100, method="inclusive")[percent - 1]
 
 
+def speed(passes: Iterable[Pass]) -> float:
+    """Tokens per second of all users together."""
+    passes = list(passes)
+    return sum(one.tokens for one in passes) / sum(one.seconds for one in passes)
+
+
+def step_seconds(*arms: Sequence[Pass]) -> list[float]:
+    """Seconds of a step of each server: a round of draft and verify, or a plain token.
+
+    Of streamed answers from their first piece on: prefill is the same with and without a draft, and would draw the ratio of two
+    servers towards the acceptance length reached. The prefills of requests that join while an answer is written are in it, and
+    do draw it there; whether the draft pays they leave as it is. Where all answers of one came in one piece, all of the waiting,
+    of each.
+    """
+    found = [_decoding(passes) for passes in arms]
+    if not all(steps for steps, _ in found):
+        found = [_waiting(passes) for passes in arms]
+    return [seconds / steps for steps, seconds in found]
+
+
 def run_load(
     server: SGLangClient, load: Load, arm: str, repeat: int = 0, on_answer: Callable[[], object] = lambda: None
 ) -> Pass:
@@ -205,3 +225,19 @@ def _gaps(answer: Completion) -> Iterator[float]:
     for (before, had), (now, has) in zip(answer.pieces, answer.pieces[1:], strict=False):
         if has > had:
             yield from [(now - before) / (has - had)] * (has - had)
+
+
+def _decoding(passes: Iterable[Pass]) -> tuple[float, float]:
+    """(steps, seconds) of the streamed answers behind their first piece; what that holds beyond the prefill's token is left out."""
+    steps = seconds = 0.0
+    for answer in (answer for one in passes for answer in one.answers if len(answer.pieces) > 1):
+        (began, first), (ended, last) = answer.pieces[0], answer.pieces[-1]
+        if last > first:
+            steps += (answer.verify_rounds or len(answer.output_ids) - 1) * (last - first) / (last - 1)
+            seconds += ended - began
+    return steps, seconds
+
+
+def _waiting(passes: Sequence[Pass]) -> tuple[float, float]:
+    rounds = sum(answer.verify_rounds for one in passes for answer in one.answers)
+    return rounds or sum(one.tokens for one in passes), sum(one.waited_seconds for one in passes)

@@ -13,7 +13,7 @@ from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
 from tasks.common.progress import progress
 from tasks.common.sglang_client import Completion
-from tasks.common.traffic import Load, Pass, Question, ask, in_turn, run_load
+from tasks.common.traffic import Load, Pass, Question, ask, in_turn, run_load, speed, step_seconds
 from tasks.tune_server.bench import Measured
 from tasks.tune_server.candidates import PLAIN, Candidate
 from tasks.tune_server.costs import REPEATS
@@ -206,15 +206,20 @@ def result_of(rung: int, made: Sequence[Pass], plain: Sequence[Pass], steps: int
         rung=rung,
         questions=len(made[0].answers),
         ratios=tuple(one.tokens_per_s / of_plain.tokens_per_s for one, of_plain in beside),
-        tokens_per_s=_speed(made),
-        plain_tokens_per_s=_speed(plain),
+        tokens_per_s=speed(made),
+        plain_tokens_per_s=speed(plain),
         accept_length=acceptance.accept_length if acceptance else None,
         survival=tuple(acceptance.survival(steps)) if acceptance else (),
         accept_error=_accept_error(made, acceptance.accept_length) if acceptance else 0.0,
-        break_even=median(_per_step([one]) / _per_step([of_plain]) for one, of_plain in beside) if acceptance else None,
-        plain_step_s=_per_step(plain),
+        break_even=median(map(_break_even, made, plain)) if acceptance else None,
+        plain_step_s=step_seconds(made, plain)[1],
         answer_s=sum(one.seconds for one in made) / len(answers),
     )
+
+
+def _break_even(made: Pass, plain: Pass) -> float:
+    round_s, plain_s = step_seconds([made], [plain])
+    return round_s / plain_s
 
 
 def _accept_error(passes: Sequence[Pass], accept_length: float) -> float:
@@ -228,16 +233,3 @@ def _accept_error(passes: Sequence[Pass], accept_length: float) -> float:
     rounds = sum(answer.verify_rounds for answers in asked.values() for answer in answers)
     off = [sum(a.correct_drafts - (accept_length - 1) * a.verify_rounds for a in answers) for answers in asked.values()]
     return math.sqrt(sum(one**2 for one in off) * len(off) / (len(off) - 1)) / rounds / accept_length
-
-
-def _speed(passes: Sequence[Pass]) -> float:
-    return sum(one.tokens for one in passes) / sum(one.seconds for one in passes)
-
-
-def _per_step(passes: Sequence[Pass]) -> float:
-    """Seconds of a round or a plain step, behind the first token of streamed answers."""
-    answers = [answer for one in passes for answer in one.answers if answer.pieces]
-    steps = sum(answer.verify_rounds or len(answer.output_ids) - 1 for answer in answers)
-    if not steps:
-        raise DraftlineError("answers of a token each tell nothing of decoding; raise benchmark.max_new_tokens.")
-    return sum(answer.seconds - answer.pieces[0][0] for answer in answers) / steps

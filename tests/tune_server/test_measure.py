@@ -1,9 +1,11 @@
 """From the answers of two servers to what the search is told, and a server that fails among others."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
+from tasks.benchmark.figures import Comparison
 from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
 from tasks.common.sglang_client import Completion
@@ -56,6 +58,20 @@ def test_break_even_is_that_of_the_same_repeat_so_that_a_slow_one_counts_for_bot
     plain = [made(0, 0.9), made(1, 8.1), made(2, 0.9)]
     drafted = [made(0, 0.5, ROUNDS), made(1, 4.1, ROUNDS), made(2, 0.5, ROUNDS)]
     assert result_of(0, drafted, plain, 2).break_even == pytest.approx(1.0)
+
+
+def test_break_even_is_the_benchmarks_where_the_first_piece_holds_a_round_and_the_last_comes_before_the_end():
+    def pieced(answer: Completion, *pieces: tuple[float, int]) -> Pass:
+        load = replace(LOAD, questions=LOAD.questions[:1])
+        return Pass("", load, 0, answer.seconds, (replace(answer, pieces=pieces),))
+
+    plain = pieced(answer(9, 1.0, 0.2), (0.2, 2), (0.5, 5), (0.9, 9))
+    drafted = pieced(answer(9, 0.8, 0.2, ROUNDS), (0.2, 3), (0.6, 9))
+    found = result_of(0, [drafted], [plain], 2)
+    rounds_behind = 4 * 6 / 8  # of the 8 tokens behind the prefill's, 6 came behind the first piece
+    assert found.break_even == pytest.approx((0.4 / rounds_behind) / (0.7 / 7))
+    assert found.break_even == pytest.approx(Comparison("", "", (plain,), (drafted,)).break_even)
+    assert found.plain_step_s == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
