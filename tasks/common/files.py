@@ -17,7 +17,7 @@ ARTIFACTS = Path("artifacts")
 REPORTS = Path("reports")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST)
 _NOTHING_LEFT = 2**20  # bytes
 
 
@@ -34,6 +34,8 @@ def replacing(path: Path) -> Iterator[Path]:
         yield partial
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
+        partial.chmod(0o644)  # safetensors makes files that only the owner can read
+        partial.replace(path)
     except Exception as error:
         # torch and safetensors wrap the system's error in their own.
         number, full = getattr(error, "errno", None), False
@@ -47,8 +49,21 @@ def replacing(path: Path) -> Iterator[Path]:
                 f"{path}: cannot be written, the disk is full. Make room, then run it again: finished stages are kept."
             ) from None
         raise
-    partial.chmod(0o644)  # safetensors makes files that only the owner can read
-    partial.replace(path)
+
+
+def expanded(path: str, field: str) -> Path:
+    """`~` and `~user` are homes.
+
+    Args:
+        field: where the path is named.
+
+    Raises:
+        DraftlineError: there is no such home.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        raise DraftlineError(f"{field}: {path!r} begins with a home that is not here. Write the whole path.") from None
 
 
 def require_writable(folder: Path) -> None:

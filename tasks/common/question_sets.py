@@ -1,10 +1,10 @@
 """The sets of questions of `benchmark.sets`: read, rendered, and refused where the benchmark could not ask them."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from tasks.common.conversations import FORMS, Row, read_file
 from tasks.common.errors import DraftlineError
+from tasks.common.files import expanded
 from tasks.common.params import PARAMS, Params
 from tasks.common.prompts import spread_over_domains
 from tasks.common.traffic import Question
@@ -16,7 +16,8 @@ def read_set(name: str, params: Params) -> list[Row]:
     Raises:
         DraftlineError: no file, or one that holds no question in one of its lines; names parameter, file and line.
     """
-    path, where = Path(params.benchmark.sets[name]).expanduser(), field_of(name)
+    where = field_of(name)
+    path = expanded(params.benchmark.sets[name], where)
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "is not there"
         raise DraftlineError(

@@ -57,7 +57,7 @@ _HINTS = (
         "(`nvidia-smi` says up to which).",
     ),
     (
-        r"Torch not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs are available|No accelerator",
+        r"Torch not compiled with CUDA|torch\._C' has no attribute '_cuda_|Found no NVIDIA driver|No CUDA GPUs are available|No accelerator",
         "torch sees no GPU. Install a torch that was built for CUDA (not +cpu), see that `nvidia-smi` and "
         "CUDA_VISIBLE_DEVICES name one, or set target.device: cpu.",
     ),
@@ -123,6 +123,6 @@ def explain(log: str, exit_code: int | None) -> str:
     # The first error of a known kind, since those that follow only report it; else the last of all.
     end, hint = known[0] if known else (errors[-1] if errors else len(lines) - 1, "")
     excerpt = "\n".join(f"    {line}" for line in lines[max(0, end - 11) : end + 1])
-    if not hint and exit_code == -9:
+    if not hint and exit_code == -9 and not any(_FATAL.search(line) for line in lines):
         hint = "It was killed (signal 9) without a word: most likely by the kernel, for memory. See `dmesg`."
     return "\n".join(part for part in (excerpt, hint) if part)

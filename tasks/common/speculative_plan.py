@@ -11,7 +11,7 @@ from tasks.common.command_line import CommandLine
 from tasks.common.contract import Contract
 from tasks.common.draft_checks.plan import check_plan, quantisation_of
 from tasks.common.draft_checks.record import RECORD, check_record, recorded_contract
-from tasks.common.draft_checks.run import check_draft_files
+from tasks.common.draft_checks.run import can_go_on, check_draft_files
 from tasks.common.draft_checks.subject import Subject
 from tasks.common.draft_files import DraftFiles, read_config
 from tasks.common.draft_form import Draft, is_whole_model
@@ -170,7 +170,8 @@ def _subject(plan: ServerPlan, files: DraftFiles, target: KnownTarget, contract:
 
 def _checks(plan: ServerPlan, subject: Subject) -> list[Check]:
     """The doctor's checks of the draft's files and of the plan's command line."""
-    return [*check_draft_files(subject), *check_plan(_line(plan), subject)]
+    checks = check_draft_files(subject)
+    return [*checks, *check_plan(_line(plan), subject)] if can_go_on(checks) else checks
 
 
 def _refuse(checks: list[Check], draft: str, verdicts: tuple[str, ...]) -> None:

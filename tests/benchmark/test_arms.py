@@ -92,6 +92,18 @@ def test_an_empty_folder_is_told_what_a_draft_is(refusal, project):
     assert "theirs/config.json: not there. Expected: the folder of an EAGLE-3 draft, its config.json and" in refusal()
 
 
+def test_a_config_without_sizes_is_told_field_by_field(params, refusal):
+    write_theirs(params())
+    (THEIRS / "config.json").write_text("{}")
+    assert "W7 types" in refusal()
+
+
+def test_the_home_of_nobody_is_told(refusal):
+    assert "'~nobody-here/draft' begins with a home that is not here. Write the whole path." in refusal(
+        "~nobody-here/draft"
+    )
+
+
 def test_the_folder_that_the_trainer_fills_is_told_from_its_export(refusal, project):
     assert "Name artifacts/export, which export_draft writes from it" in refusal("artifacts/draft")
     THEIRS.mkdir()

@@ -46,3 +46,10 @@ def test_json_nested_deeper_than_can_be_read_is_one_sentence(tmp_path, read):
     (tmp_path / "x.json").write_text("[" * 100_000)
     with pytest.raises(DraftlineError, match=r"x\.json.*: not valid JSON"):
         read(tmp_path / "x.json")
+
+
+def test_a_folder_in_the_place_of_a_file_is_one_sentence(tmp_path):
+    (tmp_path / "x.json").mkdir()
+    with pytest.raises(DraftlineError, match=r"x.json: cannot be written: Is a directory\."):
+        write_json(tmp_path / "x.json", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["x.json"]

@@ -212,3 +212,14 @@ def test_the_cause_is_quoted_and_not_the_errors_that_follow_from_it():
 def test_the_excerpt_ends_with_the_exception_and_not_with_what_came_after():
     log = "\n".join(["noise"] * 50 + ["ValueError: the reason"] + [f"later {i}" for i in range(50)])
     assert explain(log, 1).splitlines()[-1].strip() == "ValueError: the reason"
+
+
+def test_a_kill_is_the_kernels_only_where_the_server_left_no_word():
+    alone = "most likely by the kernel, for memory"
+    assert alone in explain("loading", -9)
+    assert alone not in explain(
+        "Scheduler hit an exception: Traceback\nValueError: x\nReceived sigquit from a child process.", -9
+    )
+    assert _NO_GPU in explain(
+        "AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'\nReceived sigquit", -9
+    )

@@ -141,6 +141,17 @@ def test_a_flag_of_the_user_that_is_no_number_is_named_by_its_parameter(make_pla
         make_plan(serve=SERVE | {"extra_args": ["--page-size", "x"]})
 
 
+@pytest.mark.parametrize("of_shell", [True, False])
+def test_a_server_that_would_simulate_its_acceptance_is_refused(make_plan, monkeypatch, of_shell):
+    name = "SGLANG_SIMULATE_ACC_LEN"
+    if of_shell:
+        monkeypatch.setenv(name, "3.5")
+    with pytest.raises(
+        DraftlineError, match=rf"^{'the shell' if of_shell else 'params.yaml: serve.environment'} sets {name}:"
+    ):
+        make_plan(serve=SERVE if of_shell else SERVE | {"environment": {name: "3.5"}})
+
+
 @pytest.mark.parametrize(
     ("record", "said"),
     [

@@ -138,6 +138,15 @@ def test_a_vocabulary_is_fetched_whatever_its_name(own_model, monkeypatch):
     assert {"*.model", "*.tiktoken"} <= set(asked["allow_patterns"])
 
 
+def test_a_hub_that_answers_with_a_page_for_people_is_a_sentence(monkeypatch):
+    def answer(*_, **__):
+        json.loads("<html>log in</html>")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", answer)
+    with pytest.raises(DraftlineError, match=r"some/model is no folder here, and cannot be fetched as a hub id"):
+        locate(Target(model="some/model"))
+
+
 def test_trust_in_the_targets_own_code_holds_for_later_stages(own_model, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.syspath_prepend(tmp_path / "modules")

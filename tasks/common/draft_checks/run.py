@@ -39,3 +39,8 @@ def check_draft_files(subject: Subject) -> list[Check]:
         rest = Expectation("others", "a config that can be read", "They compute with the config's values.")
         return [types, eagle, rest.not_applicable(f"{len(CHECKS) - 1} checks wait for W7")]
     return [types, *(check(subject) for check in CHECKS)]
+
+
+def can_go_on(checks: list[Check]) -> bool:
+    """Whether the config is one that further checks can compute with."""
+    return all(check.id != "others" for check in checks)
