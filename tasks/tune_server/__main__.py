@@ -129,6 +129,7 @@ def _questions(params: Params, concurrency: int, reserved: int):
             f"{PARAMS}: serve.context_length is {serve.context_length}, and none of the {len(rows)} held-out prompts fits into it "
             f"with {answer} tokens of an answer (benchmark.max_new_tokens) and {reserved} of a round."
         )
+    # Trees that reserve more than the current parameters are held against the cache when their server is up, and dropped alone.
     needed = concurrency * (max(len(row.prompt_token_ids) for row in fitting) + answer + serve.reserved_tokens)
     if serve.max_total_tokens and needed > serve.max_total_tokens:
         raise DraftlineError(

@@ -9,7 +9,7 @@ from tasks.tune_server.results import Result
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredBatch:
     """What a batch brought.
 
     Attributes:
@@ -45,5 +45,7 @@ class Bench(Protocol):
     def remaining(self) -> float:
         """Seconds of the budget that are left."""
 
-    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, ranked: Sequence[Candidate]) -> Measured:
+    def measure(
+        self, batch: Sequence[Candidate], questions: int, rung: int, ranked: Sequence[Candidate]
+    ) -> MeasuredBatch:
         """Ask the plain server and each of `batch`; of other servers that run, the last in `ranked` makes room first."""

@@ -14,7 +14,7 @@ from tasks.common.params import Params
 from tasks.common.progress import progress
 from tasks.common.sglang_client import Completion
 from tasks.common.traffic import Load, Pass, Question, ask, in_turn, run_load, speed, step_seconds
-from tasks.tune_server.bench import Measured
+from tasks.tune_server.bench import MeasuredBatch
 from tasks.tune_server.candidates import PLAIN, Candidate
 from tasks.tune_server.costs import REPEATS
 from tasks.tune_server.results import Result
@@ -51,7 +51,9 @@ class ServerBench:
         """Seconds of the budget that are left."""
         return self._budget.remaining()
 
-    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, ranked: Sequence[Candidate]) -> Measured:
+    def measure(
+        self, batch: Sequence[Candidate], questions: int, rung: int, ranked: Sequence[Candidate]
+    ) -> MeasuredBatch:
         """As bench.Bench says.
 
         Raises:
@@ -168,7 +170,7 @@ class _Asked:
     def add(self, made: Pass, candidate: Candidate) -> None:
         self._passes.setdefault(candidate, []).append(made)
 
-    def measured(self, batch: Sequence[Candidate], rung: int) -> Measured:
+    def measured(self, batch: Sequence[Candidate], rung: int) -> MeasuredBatch:
         plain, results = self._passes.get(PLAIN, []), {}
         for candidate in self.alive(batch):
             made = self._passes.get(candidate, [])[: len(plain)]
@@ -181,7 +183,7 @@ class _Asked:
                     self.failed[candidate] = str(error)
         timed = plain or self.warm
         answers = sum(len(one.answers) for one in timed)
-        return Measured(
+        return MeasuredBatch(
             results,
             {candidate: self.failed[candidate] for candidate in batch if candidate in self.failed},
             self.started,

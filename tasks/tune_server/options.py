@@ -1,6 +1,7 @@
 """Settings beside the draft's numbers that this device, this target and these parameters leave open.
 
-All flags are in SGLang 0.5.16 and in 0.5.23; `tests/tune_server/test_options.py` looks them up in the installed one.
+All flags are in SGLang 0.5.16 and in 0.5.23: `tests/tune_server/test_options.py` looks them up in the installed one, and holds
+them against a list of those that were read in 0.5.16.
 """
 
 import os
@@ -11,6 +12,7 @@ from itertools import pairwise
 
 from tasks.common import gpu
 from tasks.common.params import Params
+from tasks.common.server_plan import TENSOR_PARALLEL
 from tasks.tune_server.candidates import Option
 
 ATTENTION, GRAPHS, PREFILL_GRAPHS, BATCH, ALL_REDUCE = (
@@ -34,7 +36,6 @@ _NCCL = (
     ("NCCL, 16 channels and more", (("NCCL_MIN_NCHANNELS", "16"),)),
 )
 _MULTICAST = "NCCL_NVLS_ENABLE"
-_TENSOR_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size")
 
 
 @dataclass(frozen=True)
@@ -156,4 +157,4 @@ def _all_reduce(params: Params, device: Device) -> Iterator[Option]:
 def is_tensor_parallel(extra_args: Sequence[str]) -> bool:
     """Whether the flags split each layer over several GPUs."""
     words = [part for word in extra_args for part in word.split("=", 1)]
-    return any(name in _TENSOR_PARALLEL and value.isdigit() and int(value) > 1 for name, value in pairwise(words))
+    return any(name in TENSOR_PARALLEL and value.isdigit() and int(value) > 1 for name, value in pairwise(words))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Collection, Sequence
 
-from tasks.tune_server.bench import Bench, Measured
+from tasks.tune_server.bench import Bench, MeasuredBatch
 from tasks.tune_server.candidates import PLAIN, Candidate
 from tasks.tune_server.costs import Costs
 
@@ -29,7 +29,7 @@ class Schedule:
         """Candidates of a batch."""
         return max(1, self._bench.capacity - 1)
 
-    def learn(self, batch: Sequence[Candidate], measured: Measured) -> None:
+    def learn(self, batch: Sequence[Candidate], measured: MeasuredBatch) -> None:
         """Note what a batch took."""
         self._costs.started(measured.started, measured.start_s)
         if measured.plain_answer_s is not None:

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 from tasks.common.errors import DraftlineError
-from tasks.common.params import Params
+from tasks.common.params import PARAMS, Params
 from tasks.common.server import Server
 from tasks.common.server_memory import fit_together
 from tasks.common.server_session import port_is_free, ports_of_others
@@ -144,8 +144,11 @@ class Fleet:
 
     def _free_port(self) -> int:
         taken = {server.plan.port for server in self.running.values()} | ports_of_others().keys()
-        ports = range(self._params.serve.port, 65_535)
-        return next(port for port in ports if port not in taken and port_is_free(port))
+        first = self._params.serve.port
+        free = (port for port in range(first, 65_536) if port not in taken and port_is_free(port))
+        if (port := next(free, None)) is None:
+            raise DraftlineError(f"no port from {first} on is free for another server. Lower serve.port in {PARAMS}.")
+        return port
 
 
 def _most_servers(params: Params) -> int:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache
 from statistics import fmean, stdev
 
-from tasks.tune_server.bench import Measured
+from tasks.tune_server.bench import MeasuredBatch
 from tasks.tune_server.candidates import PLAIN, Candidate, Shape
 from tasks.tune_server.costs import REPEATS
 from tasks.tune_server.results import Result
@@ -53,7 +53,9 @@ class Bench:
     def remaining(self) -> float:
         return self._budget - self.clock
 
-    def measure(self, batch: Sequence[Candidate], questions: int, rung: int, ranked: Sequence[Candidate]) -> Measured:
+    def measure(
+        self, batch: Sequence[Candidate], questions: int, rung: int, ranked: Sequence[Candidate]
+    ) -> MeasuredBatch:
         self.asked.append((rung, questions, tuple(batch)))
         if self.capacity == 1:
             self.running = set()
@@ -69,7 +71,7 @@ class Bench:
         self.running = {PLAIN, *alive, *kept[: self.capacity - 1 - len(alive)]} if self.capacity > 1 else set()
         results = {c: self._result(c, questions, rung) for c in alive}
         is_cut = self._cut_after is not None and len(self.asked) >= self._cut_after
-        return Measured(results, failed, len(starting), seconds, ANSWER_TOKENS * PLAIN_STEP_S, is_cut)
+        return MeasuredBatch(results, failed, len(starting), seconds, ANSWER_TOKENS * PLAIN_STEP_S, is_cut)
 
     def _answer_s(self, candidate: Candidate) -> float:
         return ANSWER_TOKENS * PLAIN_STEP_S / self.speedup(candidate)

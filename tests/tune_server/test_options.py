@@ -30,6 +30,23 @@ def flags_of_all() -> set[str]:
     return {word for option in options for word in option.flags if word.startswith("--")}
 
 
+# Read in srt/server_args.py of the wheel of SGLang 0.5.16; another version may be installed here.
+IN_0_5_16 = {
+    "--attention-backend",
+    "--cuda-graph-backend-prefill",
+    "--cuda-graph-bs-decode",
+    "--cuda-graph-max-bs-decode",
+    "--disable-cuda-graph-padding",
+    "--disable-custom-all-reduce",
+    "--enable-nccl-nvls",
+    "--enable-symm-mem",
+}
+
+
+def test_no_flag_is_tried_that_was_not_read_in_the_oldest_sglang_as_well():
+    assert flags_of_all() == IN_0_5_16
+
+
 @pytest.mark.parametrize("flag", sorted(flags_of_all()))
 def test_the_installed_sglang_has_every_flag_that_is_tried(flag):
     (folder,) = find_spec("sglang").submodule_search_locations

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tasks.tune_server.bench import Measured
+from tasks.tune_server.bench import MeasuredBatch
 from tasks.tune_server.candidates import PLAIN
 from tasks.tune_server.schedule import Schedule
 from tasks.tune_server.search import Search
@@ -24,7 +24,7 @@ def test_where_none_stays_each_candidate_starts_a_plain_server_of_its_own():
     bench = Bench(88, capacity=1, starts_together=False, start_s=10.0)
     schedule = Schedule(bench)
     one, two = space().shapes[:2]
-    schedule.learn([one], Measured({}, started=2, start_s=20.0, plain_answer_s=1.0))
+    schedule.learn([one], MeasuredBatch({}, started=2, start_s=20.0, plain_answer_s=1.0))
     assert schedule.fits([one, two], 4, 1.0)  # 4 starts of 10 s, and 4 servers asked for 12 s each
     bench.clock += 1
     assert not schedule.fits([one, two], 4, 1.0)
@@ -43,7 +43,7 @@ def test_a_candidate_that_is_slower_than_the_plain_server_takes_its_own_time():
 def test_as_many_questions_are_asked_as_end_in_time_where_all_takes_a_fifth_longer():
     bench = Bench(1000)
     schedule, (one, *_) = Schedule(bench), space().shapes
-    schedule.learn([one], Measured({}, started=2, start_s=10.0, plain_answer_s=1.0))
+    schedule.learn([one], MeasuredBatch({}, started=2, start_s=10.0, plain_answer_s=1.0))
     bench.running = {PLAIN, one}
     bench.clock = 1000 - 1.2 * 3 * 16 * 2  # 16 questions of two servers, three times, a second each
     assert schedule.affordable([one]) == 16
@@ -79,7 +79,7 @@ def test_a_search_that_no_server_answered_is_told_what_it_needs_at_least():
     class NeverUp(Bench):
         def measure(self, batch, questions, rung, ranked):
             self.clock += 33
-            return Measured({}, is_cut=True)
+            return MeasuredBatch({}, is_cut=True)
 
     search = Search(space(), NeverUp(30, starts_together=False))
     search.run()
@@ -91,7 +91,7 @@ def test_an_answer_that_the_plain_server_was_warmed_up_with_tells_what_would_do(
     class NoWholeRepeat(Bench):
         def measure(self, batch, questions, rung, ranked):
             self.clock += 60
-            return Measured({}, started=2, start_s=40.0, plain_answer_s=4.0, is_cut=True)
+            return MeasuredBatch({}, started=2, start_s=40.0, plain_answer_s=4.0, is_cut=True)
 
     search = Search(space(), NoWholeRepeat(60, starts_together=False))
     search.run()

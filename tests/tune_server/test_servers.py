@@ -86,3 +86,13 @@ def test_a_port_that_another_run_takes_just_before_the_start_costs_no_candidate(
         assert fleet.running[PLAIN].plan.port == second > first
     if fleet.held:
         fleet.held.close()
+
+
+def test_ports_that_run_out_are_a_sentence(params):
+    last = params.model_copy(update={"serve": params.serve.model_copy(update={"port": 65_534})})
+    with socket.socket() as one, socket.socket() as other:
+        for listener, port in ((one, 65_534), (other, 65_535)):
+            listener.bind(("127.0.0.1", port))
+            listener.listen()
+        with pytest.raises(DraftlineError, match=r"no port from 65534 on is free for another server\. Lower serve\.port"):
+            Fleet(last, Budget(60))._free_port()
