@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import Field
 
 from tasks.benchmark.arms import arms_of
-from tasks.benchmark.drawing import write_csv
+from tasks.benchmark.drawing import PLOTS, write_csv
 from tasks.benchmark.measure import measure
 from tasks.benchmark.page import PAGE, write_page
 from tasks.benchmark.partial import REPORT, Partial
@@ -44,7 +44,7 @@ def main(params: Params, tracker: Tracker) -> None:
     arms, loads = arms_of(params), loads_of(params)
     predicted, identity = prediction(params), identities()
 
-    with Partial(params) as partial:
+    with Partial(params, earlier=(REPORT, PAGE, CELLS, PROMPTS, *PLOTS.glob("*"))) as partial:
         measured = measure(arms, loads, params, partial)
         report = summarise(measured, arms, params, predicted, identity)
         write_csv(PROMPTS, prompt_rows(headline_comparison(compared(measured.passes, arms)).pairs))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.common.benchmark_names import BASELINE, OURS, POOLED
-from tasks.common.files import REPORTS, write_atomically
+from tasks.common.files import REPORTS, replacing, write_atomically
 
 PLOTS = REPORTS / "plots"
 INK, QUIET, REST, PLAIN = "#1f2933", "#7b8794", "#eef2f5", "#b4c0cb"
@@ -118,7 +118,6 @@ def save(figure, axes, path: Path, title: str, about: str) -> Plot:
     """Write the PNG with its title above, and take the SVG without it."""
     from matplotlib import pyplot
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     heading = axes.set_title(title, loc="left", weight="bold", fontsize=12.5, pad=28)
     above = axes.annotate(
         about, (0, 1), xytext=(0, 11), xycoords="axes fraction", textcoords="offset points", color=_SOFT
@@ -129,7 +128,8 @@ def save(figure, axes, path: Path, title: str, about: str) -> Plot:
         room = (figure.bbox.width - text.get_window_extent().x0) / text.get_window_extent().width
         text.set_fontsize(text.get_fontsize() * min(1, 0.94 * room))  # letters do not grow quite evenly
     # No version and no date in the files: the same numbers give the same bytes.
-    figure.savefig(path, dpi=160, metadata={"Software": None})
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=160, metadata={"Software": None})
     axes.set_title("", loc="left")
     above.remove()
     figure.set_size_inches(_PAGE_WIDTH, figure.get_figheight() - _TITLE_HEIGHT)

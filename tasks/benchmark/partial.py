@@ -13,21 +13,26 @@ _KILLED = "it still runs, or was killed without a word"
 
 
 class Partial:
-    """Writes a row a pass after every load, servers apart; says why where the benchmark ends early."""
+    """Writes a row a pass after every load, servers apart; says why where the benchmark ends early.
 
-    def __init__(self, params: Params, path: Path = PARTIAL, report: Path = REPORT):
-        self._repeats, self._path, self._report = params.benchmark.repeats, path, report
+    Args:
+        earlier: what an earlier benchmark left.
+    """
+
+    def __init__(self, params: Params, path: Path = PARTIAL, earlier: Sequence[Path] = (REPORT,)):
+        self._repeats, self._path, self._earlier = params.benchmark.repeats, path, earlier
         self._rows: list[dict] = []
 
     def __enter__(self) -> "Partial":
         return self
 
     def begin(self) -> None:
-        """From here on it is measured: no gate is to pass on an earlier report if this benchmark dies.
+        """From here on it is measured: no gate is to pass on an earlier report if this benchmark dies, and no page to differ
+        from the report beside it.
 
         Not before: a start that fails has measured nothing, and what there was is what there is.
         """
-        for path in (self._path, self._report):
+        for path in (self._path, *self._earlier):
             remove(path)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:

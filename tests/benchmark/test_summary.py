@@ -212,10 +212,10 @@ def test_an_earlier_report_counts_until_the_servers_are_up_and_no_longer(tmp_pat
     path, report = tmp_path / "partial.json", tmp_path / "benchmark.json"
     for each in (path, report):
         each.write_text("{}")
-    with pytest.raises(RuntimeError), Partial(Params(), path, report):
+    with pytest.raises(RuntimeError), Partial(Params(), path, [report]):
         raise RuntimeError("the port is in use")
     assert path.exists() and report.exists()
-    with pytest.raises(RuntimeError), Partial(Params(), path, report) as partial:
+    with pytest.raises(RuntimeError), Partial(Params(), path, [report]) as partial:
         partial.begin()
         raise RuntimeError("the baseline server died")
     assert not path.exists() and not report.exists()
@@ -224,7 +224,7 @@ def test_an_earlier_report_counts_until_the_servers_are_up_and_no_longer(tmp_pat
 @pytest.mark.parametrize("name", ["partial.json", "benchmark.json"])
 def test_an_earlier_report_that_cannot_be_removed_is_a_sentence(tmp_path, name):
     (tmp_path / name).mkdir()
-    partial = Partial(Params(), tmp_path / "partial.json", tmp_path / "benchmark.json")
+    partial = Partial(Params(), tmp_path / "partial.json", [tmp_path / "benchmark.json"])
     with pytest.raises(DraftlineError, match=rf"{name}: cannot be removed: Is a directory\.$"):
         partial.begin()
 

@@ -94,5 +94,7 @@ def test_ports_that_run_out_are_a_sentence(params):
         for listener, port in ((one, 65_534), (other, 65_535)):
             listener.bind(("127.0.0.1", port))
             listener.listen()
-        with pytest.raises(DraftlineError, match=r"no port from 65534 on is free for another server\. Lower serve\.port"):
+        with pytest.raises(
+            DraftlineError, match=r"no port from 65534 on is free for another server\. Lower serve\.port"
+        ):
             Fleet(last, Budget(60))._free_port()
