@@ -75,7 +75,7 @@ class Trial:
 
     @property
     def last(self) -> Result | None:
-        """Of the latest rung, which asked most questions, of those that it was in with all repeats; else what there is."""
+        """Of the latest rung that it was asked all repeats in; else what there is."""
         whole = [result for result in self.results if result.is_whole]
         return (whole or self.results or [None])[-1]
 
