@@ -2,7 +2,7 @@
 
 from tasks.common.benchmark_names import HELDOUT
 from tasks.common.errors import DraftlineError
-from tasks.common.params import Params
+from tasks.common.params import Params, asked_at
 from tasks.common.prompts import spread_over_domains
 from tasks.common.question_sets import read_set, render_set, require_room
 from tasks.common.responses import read_responses
@@ -20,9 +20,7 @@ def loads_of(params: Params) -> list[Load]:
     sets = _sets(params) if asked.sets else {HELDOUT: _heldout(params)}
     return [
         Load.of(name, questions, asked.num_prompts, concurrency, temperature, asked.max_new_tokens)
-        for temperature in asked.temperatures
-        for concurrency in asked.concurrency
-        if temperature == 0 or concurrency == asked.concurrency[0]
+        for concurrency, temperature in asked_at(asked.concurrency, asked.temperatures)
         for name, questions in sets.items()
     ]
 

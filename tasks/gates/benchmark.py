@@ -12,7 +12,7 @@ import pandas as pd
 from tasks.common.benchmark_names import OURS, POOLED
 from tasks.common.files import sha256_json
 from tasks.common.measured_draft import identities, params_sha256
-from tasks.common.params import Params
+from tasks.common.params import Params, asked_at
 from tasks.gates import benchmark_suite as suite
 from tasks.gates.accepted_benchmark import compare
 from tasks.gates.benchmark_cells import accept_length, cell_name, cell_tables
@@ -230,7 +230,5 @@ def _cells_of(measured: dict[str, Any], drafts: Sequence[str]) -> set[str]:
         cell_name({"draft": draft, "set": of_set, "concurrency": concurrency, "temperature": temperature})
         for draft in drafts
         for of_set in sets
-        for temperature in measured["temperatures"]
-        for concurrency in measured["concurrency"]
-        if temperature == 0 or concurrency == min(measured["concurrency"])
+        for concurrency, temperature in asked_at(measured["concurrency"], measured["temperatures"])
     }

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 
 from tasks.common.contract import default_aux_layers
-from tasks.common.params import Params
+from tasks.common.params import Params, asked_at
 from tasks.common.server_plan import spanned_gpus
 from tasks.common.storage import bytes_per_token
 from tasks.common.target import TargetShape
@@ -182,9 +182,8 @@ class _Costs:
         """Every server at every load; one that speculates is taken to be no faster than the plain one."""
         asked, gpus = self.params.benchmark, server_gpus(self.params)
         servers, sets = 2 + len(asked.drafts), max(1, len(asked.sets))
-        loads = [(c, t) for c in asked.concurrency for t in asked.temperatures if not t or c == asked.concurrency[0]]
         seconds, answers = servers * self._server_start_s(), 0
-        for concurrency, _ in loads:
+        for concurrency, _ in asked_at(asked.concurrency, asked.temperatures):
             requests = concurrency * asked.warmup_prompts + sets * asked.repeats * requests_of(
                 asked.num_prompts, concurrency
             )
