@@ -294,6 +294,13 @@ def test_every_cell_is_there_once_and_no_other(write, judge_benchmark, cells, na
             assert f"{name}: measured {times}" in verdict.error
 
 
+def test_sampled_answers_are_expected_at_the_lowest_concurrency_alone(write, judge_benchmark):
+    sampled = TWO | {"temperatures": [0.0, 1.0]}
+    cells = [cell(), cell(concurrency=2), cell(temperature=1.0)]
+    write(cells=cells, settings=sampled | asked_for(benchmark=sampled))
+    assert SETTING not in judge_benchmark(benchmark=sampled).outcome("failed")
+
+
 def test_a_draft_that_lacks_a_cell_is_named(write, judge_benchmark):
     with_theirs = TWO | {"drafts": {"theirs": "someone/draft"}}
     write(
