@@ -3,6 +3,9 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from tasks.benchmark.drawing import by_draft
+from tasks.benchmark.wording import number, requests
+from tasks.common.benchmark_names import OURS
 from tasks.common.files import ARTIFACTS, REPORTS, read_json
 from tasks.common.params import Tracking
 
@@ -61,15 +64,19 @@ def print_summary(result: PipelineResult, tracking: Tracking) -> None:
 def _facts(stages: list[str]) -> Iterator[tuple[str, str]]:
     if "benchmark" in stages:
         report = read_json(REPORTS / "benchmark.json")
-        served, plain, settings = report["speculative"], report["baseline"], report["settings"]
-        low, high = report["speedup_interval"]
+        served, settings = report["speculative"], report["settings"]
+        predicted = report["predicted_accept_length"]  # of the held-out prompts, where these were asked
         yield (
             "acceptance length",
-            f"[bold green]{served['accept_length']:.2f}[/] of at most {settings['steps'] + 1}, "
-            f"{report['predicted_accept_length']:.2f} predicted",
+            f"[bold green]{served['accept_length']:.2f}[/] of at most {settings['steps'] + 1}"
+            + (f", {predicted:.2f} predicted" if predicted else ""),
         )
-        yield "speed", f"[bold green]{report['speedup']:.2f}[/] times the plain server (95 %: {low:.2f} to {high:.2f})"
-        yield "", f"{served['tokens_per_s']:.1f} against {plain['tokens_per_s']:.1f} tokens/s"
+        cells = by_draft(report)[OURS]
+        for name, cell in zip(("speed", ""), (cells[0], *cells[1:][-1:]), strict=False):  # fewest and most at once
+            (low, high), speeds = cell["speedup_interval"], (cell["tokens_per_s"], cell["baseline_tokens_per_s"])
+            at_once, speedup = requests(cell["concurrency"]), f"[bold green]{cell['speedup']:.2f}[/]"
+            yield name, f"{speedup} times the plain server (95 %: {low:.2f} to {high:.2f}), {at_once}"
+            yield "", " against ".join(number(speed["pooled"]) for speed in speeds) + " tokens/s"
         yield (
             "lossless",
             f"[green]yes[/], greedy text is the same on {settings['prompts']} prompts"
@@ -84,7 +91,11 @@ def _facts(stages: list[str]) -> Iterator[tuple[str, str]]:
             "gates",
             f"[red]failed: {', '.join(failed)}[/]" if failed else f"[green]{len(gates)} of {len(gates)} passed[/]",
         )
-        yield "reports", f"{REPORTS / 'gates' / gates[-1]}.html and all of {REPORTS}/"
+    if "benchmark" in stages:
+        yield "reports", f"{REPORTS}/benchmark.html, and of every gate a page in {REPORTS}/gates"
+        yield "to keep them", f"git add dvc.lock params.yaml {REPORTS} && git commit -m 'a run'"
+    elif gates:
+        yield "reports", f"{REPORTS}/gates/{gates[-1]}.html and all of {REPORTS}/"
     if "export_draft" in stages:
         yield "draft", str(ARTIFACTS / "export")
 

@@ -72,7 +72,7 @@ def test_summary_names_what_was_reached(chain):
     for words in (
         "acceptance length",
         "times the plain server",
-        "reports/gates/benchmark.html",
+        "reports/benchmark.html",
         "artifacts/export",
         "make ui",
     ):

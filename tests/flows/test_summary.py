@@ -1,0 +1,38 @@
+"""What a run says at its end stands in its benchmark's report."""
+
+import pytest
+
+from flows.summary import PipelineResult, StageResult, print_summary
+from tasks.common.files import write_json
+from tasks.common.params import Tracking
+from tests.benchmark.planted_report import planted_report
+
+
+@pytest.fixture
+def said(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "160")
+
+    def end(report: dict) -> str:
+        write_json(tmp_path / "reports" / "benchmark.json", report)
+        print_summary(PipelineResult("a-run", [StageResult("benchmark", "Completed", 1.0)]), Tracking())
+        return capsys.readouterr().out
+
+    return end
+
+
+def test_the_speeds_at_the_fewest_and_the_most_requests_at_once_are_named(said):
+    report = planted_report(concurrency=(1, 4, 16))
+    first, _, last = (cell for cell in report["cells"] if cell["set"] == "all" and cell["temperature"] == 0)
+    lines = said(report).splitlines()
+    for cell, at_once in ((first, "1 request at a time"), (last, "16 requests at once")):
+        low, high = cell["speedup_interval"]
+        speed = f"{cell['speedup']:.2f} times the plain server (95 %: {low:.2f} to {high:.2f}), {at_once}"
+        assert sum(speed in line for line in lines) == 1
+    assert "4 requests at once" not in "".join(lines)
+    assert "reports/benchmark.html" in "".join(lines)
+
+
+@pytest.mark.parametrize("predicted", [2.16, None])
+def test_a_prediction_is_shown_where_there_is_one(said, predicted):
+    assert ("2.16 predicted" in said(planted_report() | {"predicted_accept_length": predicted})) == (predicted is not None)
