@@ -328,7 +328,8 @@ class Params(Section):
         if self.train_draft.ttt_length < self.serve.num_steps:
             raise ValueError(
                 f"train_draft.ttt_length is {self.train_draft.ttt_length}, but serve.num_steps drafts "
-                f"{self.serve.num_steps} tokens: the draft would be served beyond the steps it was trained on"
+                f"{self.serve.num_steps} tokens: the draft would be served beyond the steps it was trained on. Set "
+                f"serve.num_steps to {self.train_draft.ttt_length} at most, or ttt_length to {self.serve.num_steps} and train again"
             )
         if self.ports[-1] > 65535:
             raise ValueError(

@@ -5,6 +5,8 @@ import shlex
 from tasks.common.console import console
 from tasks.common.server_plan import ServerPlan
 
+_WORD = "draftline"
+
 
 def show_plan(plan: ServerPlan) -> None:
     """Print every setting with its reason, then the line to copy."""
@@ -15,10 +17,8 @@ def show_plan(plan: ServerPlan) -> None:
     table.add_column("why", style="dim", min_width=40)
     for setting in (*plan.environment, *plan.flags):
         table.add_row(" ".join((setting.name, *setting.values)), setting.reason)
-    table.add_row(
-        "--weight-version <nonce>", "any word: every answer carries it, and a new one at each start tells servers apart"
-    )
+    table.add_row(f"--weight-version {_WORD}", "any word: every answer carries it, and one's own tells servers apart")
     terminal = console()
     terminal.print(table)
     environment = " ".join(f"{s.name}={shlex.quote(' '.join(s.values))}" for s in plan.environment)
-    terminal.print(f"\n{environment} {shlex.join(plan.command('<nonce>'))}\n", soft_wrap=True, markup=False)
+    terminal.print(f"\n{environment} {shlex.join(plan.command(_WORD))}\n", soft_wrap=True, markup=False)
