@@ -86,7 +86,7 @@ def test_a_trainer_of_no_step_that_ends_well_has_trained_nothing(answers, params
     (project / "specforge").mkdir()
     (project / "specforge/cli.py").write_text("print('nothing to do')\n")
     monkeypatch.setenv("PYTHONPATH", f"{project}{os.pathsep}{ROOT}")
-    with pytest.raises(DraftlineError, match="SpecForge's training failed: .*'failed': 0"):
+    with pytest.raises(DraftlineError, match=r"SpecForge's training failed: .*'failed': 0"):
         train_with_specforge(params, "theirs", 1, 4, 1e-4, "sdpa", project / "features")
 
 
