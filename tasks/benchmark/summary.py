@@ -108,7 +108,9 @@ def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params, sett
             draft_step_share=measured_step_share(concurrency, serve.num_steps, serve.eagle_topk, settings),
             scaling=scaling,
         )
-        verdicts[concurrency] = f"{verdict} Prefill included it is {one.speedup:.2f} times."
+        low, high = one.speedup_interval
+        unsure = f" (95 %: {low:.2f} to {high:.2f}), which is not told apart from 1" if low <= 1 <= high else ""
+        verdicts[concurrency] = f"{verdict} Prefill included it is {one.speedup:.2f} times{unsure}."
         for sentence in more:
             further.setdefault(sentence, []).append(concurrency)
     for concurrency, verdict in verdicts.items():

@@ -118,6 +118,20 @@ def test_advice_says_what_the_speed_up_counts_beside_decoding():
     assert "decoding is 2.22 times as fast. Prefill included it is 1.60 times." in found["advice"][0]
 
 
+@pytest.mark.parametrize(("times", "is_sure"), [((1.0, 1.0, 1.0), True), ((1.0, 1.9, 3.0), False)])
+def test_advice_calls_no_speed_up_one_that_the_passes_do_not_tell_from_1(times, is_sure):
+    passes = [
+        made(arm, load(1), [answer], repeat)
+        for repeat, seconds in enumerate(times)
+        for arm, answer in (("baseline", PLAIN), ("speculative", completion(10, seconds, (2, 0, 0, 2))))
+    ]
+    found = report(passes, concurrency=(1,))
+    low, high = found["speedup_interval"]
+    assert (low > 1) == is_sure
+    unsure = f" (95 %: {low:.2f} to {high:.2f}), which is not told apart from 1."
+    assert (unsure in found["advice"][0]) != is_sure
+
+
 def test_the_speed_up_is_the_ratio_of_the_speeds_beside_it_also_where_a_repeat_was_slow():
     of = load(1)
     passes = [
