@@ -84,6 +84,8 @@ def test_the_profile_is_a_section_that_the_parameters_take(tmp_path, ratio):
     assert taken.extra_args == PARAMS.serve.extra_args
     for words in ("--minutes 6", "an H200", f"{found.best.last.speedup:.2f} times", "Acceptance length"):
         assert words in text.partition("serve:\n")[0]
+    is_warned = "`dvc repro` would train again" in text
+    assert is_warned == (found.best.candidate.shape.steps != PARAMS.serve.num_steps)
 
 
 def test_settings_of_the_best_are_in_the_profile(tmp_path):
