@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib.metadata import version
+from itertools import zip_longest
 from typing import Any
 
 import pandas as pd
@@ -31,6 +32,8 @@ _MIN_ROUNDS = 50
 _COUNTS = ("correct_drafts", "verify_rounds")
 # Figures of the report that its table has too.
 _REPEATED = ("speedup", "break_even_accept_length")
+# Of each answer's beginning the share that is the plain server's is counted: of a whole answer less is left the longer it is.
+_BEGINNING = 32  # tokens
 
 
 def build(params: Params) -> Gate:
@@ -75,7 +78,7 @@ def _tables(report: dict[str, Any], prompts: pd.DataFrame, params: Params, lossl
         ),
         Table("prompts", "answer", prompts, suite.prompt_suite(lossless)),
         Table("survival", "position", _survival(report), suite.survival_suite(), shown=("id", "survival")),
-        *cell_tables(report["cells"], params.target.dtype),
+        *cell_tables(report["cells"], params.target.dtype, params.serve.num_steps),
         Table(
             "domains",
             "domain",
@@ -126,7 +129,8 @@ def _figures(report: dict[str, Any], prompts: pd.DataFrame) -> pd.DataFrame:
         "accept_length": length,
         "accept_length_error": max(abs(length - other) for other in pooled),
         "survival_error": abs(1 + sum(report["survival"]) - length),
-        "table_error": max(abs(report[name] - in_table[name]) for name in _REPEATED),
+        "table_error": _apart(report, in_table),
+        "same_beginning": _same_beginning(prompts),
         "speedup": speedup,
         "speedup_over_accept_length": speedup / length,
         "speedup_over_accept_length_terms": f"{show(speedup)} / {show(length)}",
@@ -137,6 +141,23 @@ def _figures(report: dict[str, Any], prompts: pd.DataFrame) -> pd.DataFrame:
         + (f", predicted {show(predicted)}" if predicted else ""),
     }
     return pd.DataFrame([row])
+
+
+def _apart(report: dict[str, Any], cell: dict[str, Any]) -> float:
+    """The most by which a figure of the report differs from its cell's."""
+    pairs = [
+        *((report[name], cell[name]) for name in _REPEATED),
+        (report["speculative"]["tokens_per_s"], cell["tokens_per_s"]["pooled"]),
+        (report["baseline"]["tokens_per_s"], cell["baseline_tokens_per_s"]["pooled"]),
+        *zip_longest(report["survival"], cell["survival"], fillvalue=math.inf),
+    ]
+    return max(abs(one - other) for one, other in pairs)
+
+
+def _same_beginning(prompts: pd.DataFrame) -> float:
+    """Share of the answers' first tokens that stand before the first difference."""
+    beginnings = prompts["answer_tokens"].clip(1, _BEGINNING)
+    return float((prompts["first_difference"].fillna(_BEGINNING).clip(0, beginnings)).sum() / beginnings.sum())
 
 
 def _sum(cells: Sequence[dict[str, Any]]) -> dict[str, int]:
@@ -208,6 +229,10 @@ def _settings(report: dict[str, Any], prompts: pd.DataFrame, params: Params) -> 
         "sets": (sorted(measured["sets"]), sorted(asked.sets) or ["heldout"]),
         "drafts": (sorted(others), sorted(asked.drafts)),
         "params_sha256": (_sections(measured.get("params_sha256")), _sections(params_sha256(params))),
+        "prediction": (
+            _asked(predicted=report["predicted_accept_length"] is not None),
+            _asked(predicted=not asked.sets),
+        ),
         "prompts_sha256": (measured["prompts_sha256"], sha256_json(sorted(set(prompts["prompt"])))),
         "answers": (headline_cell(report)["requests"], len(prompts)),
     }
@@ -217,6 +242,10 @@ def _settings(report: dict[str, Any], prompts: pd.DataFrame, params: Params) -> 
     yield {"id": "cells", "measured": str(there.total()), "expected": str(len(wanted))}
     for name in sorted((wanted | there.keys()) - {name for name in wanted if there[name] == 1}):
         yield {"id": f"cell {name}", "measured": f"{there[name]} times", "expected": f"{int(name in wanted)} times"}
+
+
+def _asked(*, predicted: bool) -> str:
+    return "of held-out prompts" if predicted else "none"
 
 
 def _sections(sha256: str | None) -> str | None:

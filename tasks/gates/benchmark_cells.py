@@ -27,10 +27,10 @@ _MIN_PASSES = 3
 _WARN_DIFFERING, _MAX_DIFFERING = 0.0, 0.1
 
 
-def cell_tables(cells: list[dict[str, Any]], dtype: Dtype) -> list[Table]:
+def cell_tables(cells: list[dict[str, Any]], dtype: Dtype, steps: int) -> list[Table]:
     """Ours, whose breach fails the gate, and those of other people's drafts, if any: they are not the run's fault."""
-    ours = pd.DataFrame(_row(cell) for cell in cells if cell["draft"] == OURS)
-    others = pd.DataFrame(_row(cell) for cell in cells if cell["draft"] != OURS)
+    ours = pd.DataFrame(_row(cell, steps) for cell in cells if cell["draft"] == OURS)
+    others = pd.DataFrame(_row(cell, steps) for cell in cells if cell["draft"] != OURS)
     tables = [Table("cells", "cell", ours, cell_suite("critical", dtype), shown=_SHOWN)]
     if len(others):
         tables.append(Table("cells of other drafts", "cell", others, cell_suite("warning", dtype), shown=_SHOWN))
@@ -57,6 +57,20 @@ def cell_suite(severity: Severity, dtype: Dtype) -> list[gxe.Expectation]:
             severity=severity,
             description="Every cell's acceptance length is 1 + correct drafts / rounds, and its survival sums to it",
             meta=because("S5", "Of another definition, or of another measurement, it compares with nothing.", AGAIN),
+        ),
+        gxe.ExpectColumnValuesToBeInSet(
+            column="survival_falls",
+            value_set=[True],
+            severity=severity,
+            description="Every cell's survival has a share for each draft step, and none above the one before",
+            meta=because("S5", "A chain that is right up to a later token is right up to the earlier ones.", AGAIN),
+        ),
+        gxe.ExpectColumnValuesToBeInSet(
+            column="speedup_is_the_ratio",
+            value_set=[True],
+            severity=severity,
+            description="Every cell's speed-up is the ratio of its tokens per second",
+            meta=because("S6", "A speed-up of other speeds than those beside it is another measurement's.", AGAIN),
         ),
         gxe.ExpectColumnValuesToBeBetween(
             column="speedup_over_accept_length",
@@ -131,7 +145,7 @@ def _text_suite(severity: Severity) -> list[gxe.Expectation]:
 def cell_name(cell: dict[str, Any]) -> str:
     """'heldout, 4 at once, temperature 0' of ours, with the draft's name before it of another."""
     whose = "" if cell["draft"] == OURS else f"{cell['draft']}: "
-    return f"{whose}{cell['set']}, {cell['concurrency']} at once, temperature {cell['temperature']:g}"
+    return f"{whose}{cell['set']}, {cell['concurrency']} at once, temperature {str(cell['temperature']).removesuffix('.0')}"
 
 
 def accept_length(correct: float, rounds: float) -> float:
@@ -139,17 +153,26 @@ def accept_length(correct: float, rounds: float) -> float:
     return 1 + correct / rounds if rounds else math.inf
 
 
-def _row(cell: dict[str, Any]) -> dict[str, Any]:
+def _is_ratio(speedup: float, drafted: float, plain: float) -> bool:
+    """Whether a speed-up of three decimals can be that of two speeds of two."""
+    low, high = max(drafted - 0.005, 0) / (plain + 0.005), (drafted + 0.005) / max(plain - 0.005, 1e-9)
+    return low - ROUNDING <= speedup <= high + ROUNDING
+
+
+def _row(cell: dict[str, Any], steps: int) -> dict[str, Any]:
     length, rounds, agreement = cell["accept_length"], cell["verify_rounds"], cell["agreement"]
     drafted, plain = cell["tokens_per_s"], cell["baseline_tokens_per_s"]
+    shares = [1.0, *cell["survival"], 0.0]
     expected = (accept_length(cell["correct_drafts"], rounds), 1 + sum(cell["survival"]))
     return {
         "id": cell_name(cell),
         "verify_rounds": rounds,
         "accept_length": length,
         "accept_length_error": max(abs(length - other) for other in expected),
+        "survival_falls": len(cell["survival"]) == steps and shares == sorted(shares, reverse=True),
         "break_even_accept_length": cell["break_even_accept_length"],
         "speedup": cell["speedup"],
+        "speedup_is_the_ratio": _is_ratio(cell["speedup"], drafted["pooled"], plain["pooled"]),
         "speedup_over_accept_length": cell["speedup"] / length,
         "speedup_over_accept_length_terms": f"{show(cell['speedup'])} / {show(length)}",
         "slowest": drafted["min"],

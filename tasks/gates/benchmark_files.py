@@ -1,7 +1,7 @@
 """What the gate reads of a benchmark: its report and its answers. A damaged file is one sentence: file, field or column, fix."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import pandas as pd
 from pydantic import ConfigDict, Field, model_validator
@@ -17,6 +17,7 @@ _DAMAGED = f"It is damaged, or was written by another version. {AGAIN}"
 _TEXTS = ("prompt", "domain")
 _NUMBERS = (
     "repeat",
+    "answer_tokens",
     "verify_rounds",
     "correct_drafts",
     "baseline_tokens_per_s",
@@ -28,13 +29,15 @@ _OPTIONAL = ("accept_length", "first_difference")
 
 _Count = Annotated[int, Field(ge=0, le=10**12)]
 Length = Annotated[float, Field(ge=1)]
+_Speed = Annotated[float, Field(gt=0)]
+_Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class _Speeds(Form):
-    pooled: float
-    median: float
-    min: float
-    max: float
+    pooled: _Speed
+    median: _Speed
+    min: _Speed
+    max: _Speed
 
 
 class CellKey(Form):
@@ -57,24 +60,30 @@ class _Cell(CellKey):
     baseline_tokens_per_s: _Speeds
     speedup: float
     break_even_accept_length: float
-    agreement: float | None
+    agreement: _Share | None
+
+    @model_validator(mode="after")
+    def _greedy_answers_were_compared(self) -> "_Cell":
+        if self.temperature == 0 and self.agreement is None:
+            raise ValueError("agreement: a greedy cell has a share of answers that are the plain server's (found None)")
+        return self
 
 
 class _Speculative(Form):
     accept_length: Length
-    tokens_per_s: float
+    tokens_per_s: _Speed
     verify_rounds: _Count
     correct_drafts: _Count
 
 
 class _Baseline(Form):
-    tokens_per_s: float
+    tokens_per_s: _Speed
 
 
 class _Domain(Form):
     domain: str
     accept_length: Length
-    speedup: float
+    speedup: _Speed
 
 
 class _Bucket(Form):
@@ -87,6 +96,7 @@ class _Bucket(Form):
 class _Settings(Form):
     model_config = ConfigDict(extra="allow")  # what else was asked is held against params.yaml, absent or not
 
+    steps: int
     concurrency: list[int] = Field(min_length=1)
     temperatures: list[float] = Field(min_length=1)
     sets: list[str]
@@ -96,6 +106,7 @@ class _Settings(Form):
 class _Report(Form):
     """What is read of reports/benchmark.json."""
 
+    complete: Literal[True] = True  # what says otherwise of itself is half a measurement
     speculative: _Speculative
     baseline: _Baseline
     speedup: float

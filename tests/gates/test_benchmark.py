@@ -10,6 +10,8 @@ from tasks.gates.report import GATES
 from tests.planted_benchmark import DRAFT, SETTINGS, asked_for, bucket, cell, pooled, write_benchmark
 
 FALLS = "Longer contexts keep 50% of the shortest contexts' acceptance length above 1"
+TABLE = "Speeds, speed-up, break-even acceptance length and survival are those of the table"
+BEGINNING = "Of the answers' first tokens 25% stand before the first difference, in any type"
 SETTING = "The figures were measured with the settings of params.yaml, in every cell once"
 
 
@@ -34,11 +36,15 @@ def test_a_sound_benchmark_passes(write, judge_benchmark):
         ({"predicted_accept_length": 1.9}, "Served acceptance length is within 25% of the prediction"),
         ({"survival": [0.5, 0.7, 0.3]}, "Survival never rises with the position"),
         ({"survival": [0.7, 0.5, 0.2]}, "Survival over the positions sums to acceptance length - 1"),
+        ({"survival": [0.6, 0.5, 0.4]}, TABLE),
+        ({"survival": [0.7, 0.5, 0.3, 0.0]}, TABLE),
+        ({"speculative": pooled(tokens_per_s=99.0)}, TABLE),
+        ({"baseline": {"tokens_per_s": 9.0}}, TABLE),
         ({"break_even_accept_length": 0}, "The break-even acceptance length was measured"),
-        ({"cells": [cell(speedup=1.4)]}, "Speed-up and break-even acceptance length are those of the table"),
+        ({"cells": [cell(speedup=1.4)]}, TABLE),
         (
             {"cells": [cell(break_even_accept_length=1e9)]},
-            "Speed-up and break-even acceptance length are those of the table",
+            TABLE,
         ),
     ],
 )
@@ -87,7 +93,7 @@ def test_acceptance_without_speculation_fails(write, judge_benchmark):
 )
 def test_acceptance_of_another_definition_or_measurement_fails(write, judge_benchmark, changes):
     write(**changes)
-    (sentence,) = judge_benchmark().outcome("failed")
+    sentence, *_ = judge_benchmark().outcome("failed")
     assert sentence.startswith("Acceptance length is 1 + correct drafts / rounds")
 
 
@@ -106,7 +112,7 @@ def test_the_headline_is_of_our_draft_greedy_at_the_lowest_concurrency_over_ever
     ]
     changed = {"serve": {"max_running_requests": 4}, "benchmark": asked(("math", "code"), (1, 4))}
     settings = {"sets": ["math", "code"], "concurrency": [1, 4]} | asked_for(**changed)
-    write(cells=[*sets, *elsewhere], settings=settings)
+    write(cells=[*sets, *elsewhere], settings=settings, predicted_accept_length=None)
     verdict = judge_benchmark(**changed)
     assert verdict.error == ""
 
@@ -133,6 +139,11 @@ def test_where_no_heldout_prompts_were_asked_nothing_is_compared_with_the_predic
     assert "not compared: no held-out prompts were asked" in verdict.page
 
 
+def test_a_prediction_that_held_out_prompts_lack_fails(write, judge_benchmark):
+    write(predicted_accept_length=None)
+    assert judge_benchmark().samples(SETTING) == ["prediction"]
+
+
 def test_a_server_that_is_slower_is_a_warning(write, judge_benchmark):
     write(speedup=0.9, break_even_accept_length=2.8)
     verdict = judge_benchmark()
@@ -153,6 +164,17 @@ def test_text_that_differs_is_a_warning_in_half_precision(write, judge_benchmark
     verdict = judge_benchmark(target={"dtype": "bfloat16"})
     assert verdict.error == ""
     assert "The text with the draft is the plain greedy text" in verdict.outcome("warned")
+
+
+def test_text_that_parts_at_the_first_drafted_token_fails_in_half_precision(write, judge_benchmark):
+    """The first token is the prefill's; acceptance that was made up parts every answer at the second."""
+    halves = {"settings": {"dtype": "bfloat16"}, "lossless": False}
+    write(first=1, parted=1, **halves)
+    verdict = judge_benchmark(target={"dtype": "bfloat16"})
+    assert verdict.outcome("failed") == [BEGINNING]
+    assert "expected ≥ 0.25, found 0.04167" in verdict.error
+    write(first=6, parted=6, **halves)
+    assert judge_benchmark(target={"dtype": "bfloat16"}).error == ""
 
 
 def test_acceptance_that_falls_with_the_context_warns_and_names_the_bucket(write, judge_benchmark):
@@ -191,7 +213,7 @@ def test_figures_measured_with_other_settings_fail_and_each_is_named(write, judg
     }
     verdict = judge_benchmark(benchmark=other, target={"dtype": "bfloat16"})
     assert verdict.outcome("failed") == [SETTING]
-    assert verdict.samples(SETTING) == ["dtype", *other, "params_sha256"]
+    assert verdict.samples(SETTING) == ["dtype", *other, "params_sha256", "prediction"]
 
 
 @pytest.mark.parametrize(
@@ -319,6 +341,16 @@ def test_a_draft_that_lacks_a_cell_is_named(write, judge_benchmark):
         ({"by_context": None}, "by_context: must be a valid list (found None)"),
         ({"settings": {"sets": None}}, "settings.sets: must be a valid list"),
         ({"settings": {"concurrency": []}}, "settings.concurrency: "),
+        ({"complete": False}, "complete: must be True (found False)"),
+        ({"settings": {"steps": "3"}}, "settings.steps: must be a valid integer (found '3')"),
+        ({"baseline": {"tokens_per_s": 0.0}}, "baseline.tokens_per_s: must be greater than 0 (found 0.0)"),
+        ({"speculative": pooled(tokens_per_s=-1.0)}, "speculative.tokens_per_s: must be greater than 0"),
+        (
+            {"cells": [cell(baseline_tokens_per_s=dict.fromkeys(("pooled", "median", "min", "max"), -9.0))]},
+            "cells.0.baseline",
+        ),
+        ({"cells": [cell(agreement=7.0)]}, "cells.0.agreement: must be less than or equal to 1 (found 7.0)"),
+        ({"cells": [cell(agreement=None)]}, "cells.0: agreement: a greedy cell has a share of answers"),
         ({"speculative": pooled(accept_length=0)}, "speculative.accept_length: must be greater than or equal to 1"),
         ({"speedup": "1.5"}, "speedup: must be a valid number (found '1.5')"),
         ({"survival": []}, "survival: "),

@@ -2,10 +2,13 @@
 
 import json
 import re
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from tasks.common.errors import DraftlineError
 from tasks.common.files import REPORTS, read_json, write_json
 from tasks.common.params import Gates
 from tasks.gates.accepted_benchmark import compare
@@ -45,7 +48,7 @@ def write_sets(correct: dict[str, int], **settings) -> None:
         speculative=pooled(**counts),
         survival=counts["survival"],
         cells=cells,
-        predicted_accept_length=None,
+        predicted_accept_length=counts["accept_length"] if list(correct) == ["heldout"] else None,
     )
 
 
@@ -255,13 +258,59 @@ def test_what_later_stages_read_says_nothing_of_git_while_the_gate_passes(judge_
     assert judge_benchmark().report == before
 
 
-def test_without_git_there_is_nothing_to_compare_with(judge_benchmark, monkeypatch, tmp_path):
+def test_outside_a_repository_there_is_nothing_to_compare_with(tmp_path, monkeypatch):
+    write()
+    shutil.rmtree(".git")
+    assert compare(read_json(REPORT), Gates()).against == NOTHING
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert compare(read_json(REPORT), Gates()).against == NOTHING
+
+
+def test_on_a_branch_without_a_commit_there_is_nothing_to_compare_with():
+    write()
+    accept()
+    git("checkout", "--quiet", "--orphan", "new")
+    assert compare(read_json(REPORT), Gates()).against == NOTHING
+
+
+def test_a_commit_that_no_branch_names_is_compared_with():
+    write()
+    commit = accept()
+    git("checkout", "--quiet", "--detach")
+    assert compare(read_json(REPORT), Gates()).against.startswith(f"commit {commit}")
+
+
+def blob() -> Path:
+    """The committed report in git's store."""
+    name = git("rev-parse", f"HEAD:{REPORT.as_posix()}")
+    return Path(".git/objects", name[:2], name[2:])
+
+
+def truncate(path: Path) -> None:
+    path.chmod(0o644)
+    path.write_bytes(path.read_bytes()[:20])
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda patch: patch.setenv("PATH", "nowhere"), "git cannot be started (No such file or directory)"),
+        (lambda patch: patch.setenv("GIT_DIR", "nowhere"), "not a git repository: 'nowhere'"),
+        (lambda patch: patch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1"), "detected dubious ownership"),
+        (lambda patch: truncate(blob()), "`git cat-file` says: "),
+        (lambda patch: blob().unlink(), "`git cat-file` says: "),
+        (lambda patch: Path(".git/HEAD").write_text("junk"), "not a git repository"),
+        (lambda patch: Path(".git", git("symbolic-ref", "HEAD")).write_text(""), "No such ref: HEAD"),
+    ],
+)
+def test_what_git_cannot_answer_does_not_pass_for_nothing(monkeypatch, harm, said):
     write(correct=150)
     accept()
     write(correct=100)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    verdict = judge_benchmark()
-    assert (verdict.error, held_against(verdict)) == ("", NOTHING)
+    harm(monkeypatch)
+    with pytest.raises(DraftlineError, match="as it is committed: git does not give it") as error:
+        compare(read_json(REPORT), Gates())
+    assert said in str(error.value)
 
 
 def test_a_run_in_a_folder_of_a_larger_repository_has_a_report_of_its_own(judge_benchmark, monkeypatch, tmp_path):

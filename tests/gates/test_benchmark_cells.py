@@ -10,6 +10,8 @@ TOO_FAST = "Every cell's speed-up / acceptance length is at most 1.05"
 BREAK_EVEN = "Every cell's break-even acceptance length was measured"
 PASSES = "Every cell was measured in at least 3 passes"
 SPREAD = "Every cell's speeds are within the spread of its passes"
+RATIO = "Every cell's speed-up is the ratio of its tokens per second"
+FALLS = "Every cell's survival has a share for each draft step, and none above the one before"
 SLOWER = "The server is faster with the draft than without in every cell"
 ALL_SAME, MOSTLY_SAME = (
     "All greedy answers of every cell are the plain server's",
@@ -20,6 +22,11 @@ BROKEN = [
     (DEFINITION, {"accept_length": 2.6, "survival": [0.7, 0.6, 0.3]}),
     (DEFINITION, {"survival": [0.7, 0.5, 0.2]}),
     (TOO_FAST, {"speedup": 2.7}),
+    (RATIO, {"speedup": 1.6, "tokens_per_s": {"pooled": 15.0, "median": 15.0, "min": 14.0, "max": 16.0}}),
+    (FALLS, {"survival": [0.3, 0.5, 0.7]}),
+    (FALLS, {"survival": [0.7, 0.5, 0.3, 0.0]}),
+    (FALLS, {"survival": [1.2, 0.3, 0.0]}),
+    (FALLS, {"survival": [0.9, 0.7, -0.1]}),
     (BREAK_EVEN, {"break_even_accept_length": 0.0}),
     (PASSES, {"repeats": 2}),
     (SPREAD, {"tokens_per_s": {"pooled": 15.5, "median": 15.0, "min": 15.1, "max": 16.0}}),
@@ -87,3 +94,12 @@ def test_a_few_answers_that_differ_among_many_at_once_are_a_warning(judge_cells)
 def test_at_a_temperature_and_in_half_precision_answers_may_differ(judge_cells):
     assert judge_cells(cell(temperature=1.0, agreement=None)).outcome("warned") == []
     assert judge_cells(cell(concurrency=4, agreement=0.5), target={"dtype": "bfloat16"}).outcome("warned") == []
+
+
+def test_a_speed_up_is_the_ratio_within_the_digits_that_are_written(judge_cells):
+    slow = {"pooled": 0.05, "median": 0.05, "min": 0.04, "max": 0.06}  # 0.054 of 0.046
+    assert judge_cells(cell(concurrency=2, speedup=1.174, tokens_per_s=slow, baseline_tokens_per_s=slow)).error == ""
+
+
+def test_temperatures_that_hardly_differ_are_two_cells(judge_cells):
+    assert judge_cells(*(cell(temperature=one, agreement=None) for one in (0.7, 0.70000001))).error == ""
