@@ -13,13 +13,17 @@ is greedy. Of a draft that was measured beside the run's own the series start wi
 are `tokens_per_s/<set>/<draft>`.
 """
 
+import posixpath
+import re
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tasks.common.benchmark_names import BASELINE, OURS, POOLED
 from tasks.common.dvc_files import DvcFiles
-from tasks.common.files import REPORTS, read_json
+from tasks.common.errors import DraftlineError
+from tasks.common.files import REPORTS, read_json, sha256_json
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -44,8 +48,19 @@ def headline(stages: Iterable[str]) -> list[Point]:
     for stage, read in (("train_draft", _predicted), ("benchmark", _served)):
         report = REPORTS / f"{stage}.json"
         if stage in stages and report.exists():
-            points += read(read_json(report))
-    return points
+            with suppress(
+                DraftlineError, LookupError, TypeError, AttributeError, ValueError
+            ):  # a damaged one is its gate's to name
+                points += read(read_json(report))
+    return [point._replace(name=_accepted(point.name)) for point in points]
+
+
+def _accepted(name: str) -> str:
+    """A metric's name as it is, or, of one that MLflow refuses, its letters and a hash that keeps it apart from others."""
+    if re.fullmatch(r"[/\w.\- :]{1,250}", name) and posixpath.normpath(name) == name and name[0] not in "./":
+        return name
+    section, _, rest = name.partition("/")
+    return "/".join(re.sub(r"[^\w\- ]", "_", part)[:100] for part in (section, rest)) + f"_{sha256_json(name)[:6]}"
 
 
 def log_headline(client: "MlflowClient", run_id: str, stages: Iterable[str]) -> None:

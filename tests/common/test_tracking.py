@@ -349,3 +349,22 @@ def test_what_waited_is_sent_when_mlflow_is_back(client, params, capsys):
 def test_a_pipeline_run_does_not_start_without_its_record(client):
     with pytest.raises(DraftlineError, match="MLflow does not answer"):
         PipelineRun(UNREACHABLE, "amber-fox", {})
+
+
+@pytest.mark.parametrize("domain", ["C++", "Q&A (short)", "a/b\\..", "=1+1", "a\x00b", "a" * 300])
+def test_a_domain_that_mlflow_would_refuse_is_charted_under_a_name_of_its_own(client, params, domain):
+    both = [{"domain": name, "accept_length": 2.25, "survival": [0.7]} for name in (domain, domain + "!")]
+    Path("reports/benchmark.json").write_text(json.dumps(BENCHMARK | {"by_domain": both}))
+    PipelineRun(params, "amber-fox", {}).log_headline("benchmark")
+    metrics = runs(client)["amber-fox"].data.metrics
+    assert list(metrics.values()).count(2.25) == 2
+    assert metrics["accept_length"] == 2.5
+
+
+@pytest.mark.parametrize("damaged", ["{", "{}", "[]"])
+def test_a_damaged_report_has_no_headline_and_stops_no_stage(client, params, damaged):
+    Path("reports/train_draft.json").write_text(damaged)
+    with Tracker.stage("export_draft", params):
+        pass
+    parent, _ = parent_and_child(client, "export_draft")
+    assert (parent.info.status, parent.data.metrics) == ("FINISHED", {})
