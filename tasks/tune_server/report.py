@@ -123,7 +123,9 @@ def write_profile(path: Path, search: Search, params: Params, command: str, wher
         f"Acceptance length {best.last.accept_length:.2f} over {best.last.questions} questions, greedy.",
     ]
     if chosen.serve.num_steps != params.serve.num_steps:
-        said.append("Other steps than before: `dvc repro` would train again; `python -m tasks.benchmark` measures it without.")
+        said.append(
+            "Other steps than before: `dvc repro` would train again; `python -m tasks.benchmark` measures it without."
+        )
     if not search.is_complete:
         said.append(search.ended)
     text = yaml.safe_dump({"serve": chosen.serve.model_dump(mode="json")}, sort_keys=False)

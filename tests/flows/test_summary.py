@@ -35,4 +35,6 @@ def test_the_speeds_at_the_fewest_and_the_most_requests_at_once_are_named(said):
 
 @pytest.mark.parametrize("predicted", [2.16, None])
 def test_a_prediction_is_shown_where_there_is_one(said, predicted):
-    assert ("2.16 predicted" in said(planted_report() | {"predicted_accept_length": predicted})) == (predicted is not None)
+    assert ("2.16 predicted" in said(planted_report() | {"predicted_accept_length": predicted})) == (
+        predicted is not None
+    )
