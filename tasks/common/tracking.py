@@ -156,7 +156,7 @@ class _Outbox:
         try:
             self._run = self._run or self._open_run()
             while self._waiting:
-                self._waiting[0](self._run)
+                self._do(self._waiting[0])
                 del self._waiting[0]
         except raises:
             raise
@@ -168,6 +168,14 @@ class _Outbox:
                     f"does not answer ({_cause(error)}). The run goes on; its record follows when MLflow is back."
                 )
             self._warned = True
+
+    def _do(self, operation: Callable[[Run], None]) -> None:
+        try:
+            operation(self._run)
+        except Exception as error:
+            if getattr(error, "error_code", None) != "INVALID_PARAMETER_VALUE":
+                raise
+            self._warn(f"refuses a record, which is left out: {_cause(error)}")
 
     def _warn(self, message: str) -> None:
         print(f"MLflow at {self._uri} {message}", file=sys.stderr, flush=True)

@@ -318,6 +318,15 @@ def test_a_uri_that_can_never_work_stops_the_stage_at_its_start(client, uri):
 UNREACHABLE = Params(tracking=Tracking(uri="http://127.0.0.1:9"))
 
 
+def test_a_record_that_mlflow_refuses_is_left_out_with_a_word_and_costs_no_other(client, params, capsys):
+    with Tracker.stage("train_draft", params) as tracker:
+        tracker.log_metrics({"a name (of none)": 1.0})
+        tracker.log_metrics({"loss": 2.0})
+    _, child = parent_and_child(client, "train_draft")
+    assert (child.info.status, child.data.metrics["loss"]) == ("FINISHED", 2.0)
+    assert "refuses a record, which is left out: Invalid value" in capsys.readouterr().err
+
+
 def test_a_stage_goes_on_without_mlflow_and_says_so_once(client, capsys):
     with Tracker.stage("train_draft", UNREACHABLE) as tracker:
         began = time.monotonic()
