@@ -131,7 +131,7 @@ def _text_suite(severity: Severity) -> list[gxe.Expectation]:
             column="differing_answers",
             max_value=limit,
             severity=of_limit,
-            description=f"{'All' if not limit else f'At least {1 - limit:.0%} of'} greedy answers of every cell are the plain server's",
+            description=f"{f'At most {limit:.0%}' if limit else 'None'} of a cell's greedy answers differ from the plain server's",
             meta=because(
                 "S7",
                 "In float32 requests that run at once change a text only where two tokens are all but equally likely.",

@@ -14,8 +14,8 @@ RATIO = "Every cell's speed-up is the ratio of its tokens per second"
 FALLS = "Every cell's survival has a share for each draft step, and none above the one before"
 SLOWER = "The server is faster with the draft than without in every cell"
 ALL_SAME, MOSTLY_SAME = (
-    "All greedy answers of every cell are the plain server's",
-    "At least 90% of greedy answers of every cell are the plain server's",
+    "None of a cell's greedy answers differ from the plain server's",
+    "At most 10% of a cell's greedy answers differ from the plain server's",
 )
 BROKEN = [
     (ROUNDS, {"verify_rounds": 0, "correct_drafts": 0, "accept_length": 1.0, "survival": [0, 0, 0]}),
