@@ -59,6 +59,9 @@ def print_summary(result: PipelineResult, tracking: Tracking) -> None:
     console.print()
     console.print(stages)
     console.print(Panel(facts, title=f"[bold]{result.run}[/]", title_align="left", border_style="green", expand=False))
+    console.print(
+        f"The next run writes over {REPORTS}/: git add dvc.lock params.yaml {REPORTS} && git commit", soft_wrap=True
+    )
 
 
 def _facts(stages: list[str]) -> Iterator[tuple[str, str]]:
@@ -74,9 +77,9 @@ def _facts(stages: list[str]) -> Iterator[tuple[str, str]]:
         cells = by_draft(report)[OURS]
         for name, cell in zip(("speed", ""), (cells[0], *cells[1:][-1:]), strict=False):  # fewest and most at once
             (low, high), speeds = cell["speedup_interval"], (cell["tokens_per_s"], cell["baseline_tokens_per_s"])
-            at_once, speedup = requests(cell["concurrency"]), f"[bold green]{cell['speedup']:.2f}[/]"
-            yield name, f"{speedup} times the plain server (95 %: {low:.2f} to {high:.2f}), {at_once}"
-            yield "", " against ".join(number(speed["pooled"]) for speed in speeds) + " tokens/s"
+            against = " against ".join(number(speed["pooled"]) for speed in speeds)
+            yield name, f"[bold green]{cell['speedup']:.2f}[/] times the plain server (95 %: {low:.2f} to {high:.2f})"
+            yield "", f"{against} tokens/s, {requests(cell['concurrency'])}"
         yield (
             "lossless",
             f"[green]yes[/], greedy text is the same on {settings['prompts']} prompts"
@@ -93,7 +96,6 @@ def _facts(stages: list[str]) -> Iterator[tuple[str, str]]:
         )
     if "benchmark" in stages:
         yield "reports", f"{REPORTS}/benchmark.html, and of every gate a page in {REPORTS}/gates"
-        yield "to keep them", f"git add dvc.lock params.yaml {REPORTS} && git commit -m 'a run'"
     elif gates:
         yield "reports", f"{REPORTS}/gates/{gates[-1]}.html and all of {REPORTS}/"
     if "export_draft" in stages:

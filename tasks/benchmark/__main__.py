@@ -54,7 +54,7 @@ def main(params: Params, tracker: Tracker) -> None:
     write_page(report, plots)
 
     show(report)
-    for point in headline(["benchmark"]):
+    for point in headline("benchmark"):
         tracker.log_metrics({point.name: point.value}, point.step)
     for path in (REPORT, PAGE, CELLS, PROMPTS, *(plot.png for plot in plots)):
         tracker.log_artifact(path)

@@ -16,7 +16,7 @@ from tasks.benchmark.drawing import (
     style_of,
     write_csv,
 )
-from tasks.benchmark.wording import label, ms, of_ours
+from tasks.benchmark.wording import label, ms, of_ours, requests
 from tasks.common.benchmark_names import BASELINE, OURS
 
 
@@ -103,7 +103,7 @@ def plot_latency(report: dict, folder: Path = PLOTS) -> Plot:
         of_ours(
             report,
             f"A token every {ms(own['ms_a_token'])} ms instead of {ms(plain['ms_a_token'])}, "
-            f"{own['concurrency']} at once",
+            f"{requests(own['concurrency'])}",
         ),
         "Time a token of one answer against throughput; numbers are requests at once",
     )

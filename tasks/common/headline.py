@@ -42,16 +42,10 @@ class Point(NamedTuple):
     of_draft: bool = False
 
 
-def headline(stages: Iterable[str]) -> list[Point]:
-    """The headline of those of the given stages that have one and whose report is there."""
-    points: list[Point] = []
-    for stage, read in (("train_draft", _predicted), ("benchmark", _served)):
-        report = REPORTS / f"{stage}.json"
-        if stage in stages and report.exists():
-            with suppress(
-                DraftlineError, LookupError, TypeError, AttributeError, ValueError
-            ):  # a damaged one is its gate's to name
-                points += read(read_json(report))
+def headline(stage: str) -> list[Point]:
+    """What the report of a stage says; nothing where it has none."""
+    read, report = {"train_draft": _predicted, "benchmark": _served}.get(stage), REPORTS / f"{stage}.json"
+    points = read(read_json(report)) if read and report.exists() else []
     return [point._replace(name=_accepted(point.name)) for point in points]
 
 
@@ -71,7 +65,11 @@ def log_headline(client: "MlflowClient", run_id: str, stages: Iterable[str]) -> 
     """
     from mlflow.entities import LoggedModelOutput, Metric
 
-    points = headline(stages)
+    points: list[Point] = []
+    for stage in stages:
+        # A damaged report is its gate's to name.
+        with suppress(DraftlineError, LookupError, TypeError, AttributeError, ValueError):
+            points += headline(stage)
     if not points:
         return
     model_id = _draft_model(client, run_id) if any(point.of_draft for point in points) else None

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tasks.common.errors import DraftlineError
@@ -81,4 +81,5 @@ def alone_on(path: Path, refusal: str) -> Iterator[None]:
 
 
 def _name_holder(file: int) -> None:
-    write(file, f"pid {os.getpid()} on {socket.gethostname()}")
+    with suppress(OSError):  # a full disk: the lock holds all the same
+        write(file, f"pid {os.getpid()} on {socket.gethostname()}")

@@ -219,8 +219,7 @@ def server_environment(params: Params) -> tuple[Setting, ...]:
     for where, names in ((f"{PARAMS}: serve.environment", params.serve.environment), ("the shell", os.environ)):
         if simulated := next((name for name in names if name.startswith(_SIMULATION)), None):
             raise DraftlineError(
-                f"{where} sets {simulated}: SGLang would simulate what is to be measured, an acceptance that no draft "
-                f"reaches. Expected: no {_SIMULATION}*. Unset it."
+                f"{where} sets {simulated}: SGLang would simulate what is to be measured. Expected: no {_SIMULATION}*. Unset it."
             )
     planned = _planned_environment(params)
     taken = {setting.name for setting in planned} | {"PYTHONPATH"}

@@ -167,7 +167,7 @@ def claiming(port: int, folder: Path) -> Iterator[None]:
         DraftlineError: a living run has a server on the port, or the folder cannot be written.
     """
     with opened(folder / f"servers@{socket.gethostname()}.lock") as lock:
-        wait_alone(lock, "Another run starts a server ({}); ours starts as soon as that one is launched.")
+        wait_alone(lock, "Another server is being launched ({}); this one waits for it.")
         if owner := ports_of_others(folder).get(port):
             raise DraftlineError(
                 f"port {port} is taken by another run that is still going, {describe_process(owner.pid)}. Wait until it has "

@@ -74,7 +74,7 @@ def _tables(report: dict[str, Any], prompts: pd.DataFrame, params: Params, lossl
             "figures",
             "benchmark",
             _figures(report, prompts),
-            suite.figure_suite(gates, lossless, predicted=predicted),
+            suite.figure_suite(gates, lossless, predicted=predicted, prompts=prompts["prompt"].nunique()),
         ),
         Table("prompts", "answer", prompts, suite.prompt_suite(lossless)),
         Table("survival", "position", _survival(report), suite.survival_suite(), shown=("id", "survival")),

@@ -21,15 +21,18 @@ _MIN_LEFT = 0.5
 # at the second token, the first that was drafted: 4 % of 24 tokens (bfloat16, SGLANG_SIMULATE_ACC_LEN). Rounding parts seldom: on an
 # H200 in bfloat16 47 % of the tokens of whole answers, of up to 256, stood before the first difference.
 _MIN_SAME_BEGINNING = 0.25
+# Parted as often as there, one sound answer alone falls below in 5 % of the benchmarks, two in 0.6 %, 16 in none of 20,000.
+_ENOUGH_PROMPTS = 2
 _DISAGREE = because("S5", "Two figures of one measurement that disagree: one of them is another measurement's.", AGAIN)
 
 
-def figure_suite(gates: Gates, lossless: Severity, *, predicted: bool) -> list[gxe.Expectation]:
+def figure_suite(gates: Gates, lossless: Severity, *, predicted: bool, prompts: int) -> list[gxe.Expectation]:
     """What must hold of the pooled figures.
 
     Args:
         lossless: severity of a text that differs; in half precision greedy text may differ between batch shapes.
         predicted: whether held-out prompts were asked, for which training predicted the acceptance length.
+        prompts: different ones that were answered.
     """
     return [
         gxe.ExpectColumnValuesToBeInSet(
@@ -44,7 +47,7 @@ def figure_suite(gates: Gates, lossless: Severity, *, predicted: bool) -> list[g
         gxe.ExpectColumnValuesToBeBetween(
             column="same_beginning",
             min_value=_MIN_SAME_BEGINNING,
-            severity="critical",
+            severity="critical" if prompts >= _ENOUGH_PROMPTS else "warning",
             description=f"Of the answers' first tokens {_MIN_SAME_BEGINNING:.0%} stand before the first difference, in any type",
             meta=because(
                 "S7",

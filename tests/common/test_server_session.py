@@ -153,6 +153,6 @@ def test_a_start_behind_another_runs_says_whom_it_waits_for_and_goes_on(tmp_path
     )
     assert first.stdout.readline() == "in\n"
     second = subprocess.Popen([sys.executable, "-c", claim + "print('in')", str(tmp_path)], **words)
-    assert second.stderr.readline().startswith(f"Another run starts a server (pid {first.pid} on ")
+    assert second.stderr.readline().startswith(f"Another server is being launched (pid {first.pid} on ")
     first.communicate("")
     assert second.communicate() == ("in\n", "")

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from tasks.common.files import ARTIFACTS, write_json
+from tasks.common.params import Gates
 from tasks.gates.benchmark_files import PROMPTS, REPORT, read_report
+from tasks.gates.benchmark_suite import figure_suite
 from tasks.gates.report import GATES
 from tests.planted_benchmark import DRAFT, SETTINGS, asked_for, bucket, cell, pooled, write_benchmark
 
@@ -175,6 +177,12 @@ def test_text_that_parts_at_the_first_drafted_token_fails_in_half_precision(writ
     assert "expected ≥ 0.25, found 0.04167" in verdict.error
     write(first=6, parted=6, **halves)
     assert judge_benchmark(target={"dtype": "bfloat16"}).error == ""
+
+
+@pytest.mark.parametrize(("prompts", "severity"), [(1, "warning"), (2, "critical")])
+def test_one_text_alone_that_parts_at_once_is_a_warning(prompts, severity):
+    suite = figure_suite(Gates(), "warning", predicted=False, prompts=prompts)
+    assert [one.severity for one in suite if one.description == BEGINNING] == [severity]
 
 
 def test_acceptance_that_falls_with_the_context_warns_and_names_the_bucket(write, judge_benchmark):

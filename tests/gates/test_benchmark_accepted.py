@@ -1,6 +1,7 @@
 """A benchmark against the last one that was accepted, in a real repository."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -69,6 +70,8 @@ def held_against(verdict) -> str:
 @pytest.fixture(autouse=True)
 def repository(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    for name, value in (("GIT_CONFIG_GLOBAL", os.devnull), ("GIT_CONFIG_NOSYSTEM", "1"), ("LC_ALL", "C")):
+        monkeypatch.setenv(name, value)  # a safe.directory of this machine, or its language, is no part of the test
     git("init")
 
 

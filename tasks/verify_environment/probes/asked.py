@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tasks.common.draft_files import read_config as read_json_config
 from tasks.common.errors import DraftlineError
+from tasks.common.files import expanded
 from tasks.common.params import PARAMS, Params
 from tasks.common.question_sets import read_set, render_set
 from tasks.common.speculative_plan import KnownTarget, require_theirs
@@ -72,7 +73,7 @@ def _serve(name: str, params: Params, target: _Target | None) -> str:
     if Path(draft) == EXPORT:
         return "this run's own export, which export_draft will have checked"
     folder = locate_draft(draft, field, weights=False)
-    if not Path(draft).expanduser().is_dir():
+    if not expanded(draft, field).is_dir():
         try:
             read_json_config(folder)
         except DraftlineError as error:
