@@ -158,9 +158,17 @@ def test_a_local_version_label_is_the_same_version(tmp_path):
     assert check_constraints(Params(), pins).verdict == "ok"
 
 
-def test_a_folder_that_is_no_dvc_repository_is_a_warning():
-    assert check_repository(Repository(version="3.67.1")).verdict == "warning"
-    assert check_repository(Repository(version="3.67.1", cache="/c", link="copy")).verdict == "ok"
+def test_a_folder_that_is_no_repository_of_git_and_dvc_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    sound = Repository(version="3.67.1", cache="/c", link="copy")
+    assert "not a git repository" in check_repository(sound).found
+    subprocess.run(["git", "init", "--quiet"], check=True)
+    assert check_repository(sound).verdict == "ok"
+    assert "no .dvc here" in check_repository(Repository(version="3.67.1")).found
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    monkeypatch.setenv("GIT_CONFIG_GLOBAL", os.devnull)
+    refused = check_repository(sound)  # the gate on the benchmark would end at this, after everything
+    assert (refused.verdict, "dubious ownership" in refused.found) == ("warning", True)
 
 
 @pytest.fixture

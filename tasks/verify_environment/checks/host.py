@@ -2,11 +2,12 @@
 
 import os
 import re
-import shutil
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tasks.common.check import Check, Expectation
+from tasks.common.git import git
 from tasks.common.params import Params
 from tasks.common.server_session import ServerRecord, describe_process, port_is_free, port_owner, record_path
 from tasks.verify_environment.disk import Need
@@ -149,10 +150,15 @@ def check_repository(repository: Repository) -> Check:
     )
     if repository.error:
         return want.warning(repository.error, "Install dvc as infra/constraints-cpu.txt pins it.")
-    if not shutil.which("git"):
+    try:
+        git("rev-parse", "--git-dir")
+    except OSError:
         return want.warning("no git on PATH", "Install git.")
+    except subprocess.CalledProcessError as error:
+        said = next(iter(error.stderr.splitlines()), f"git ends with {error.returncode}")
+        return want.warning(said, "git init && dvc init; where there is a repository, do what `git status` says.")
     if repository.cache is None:
-        return want.warning(f"dvc {repository.version}, no .dvc here", "git init && dvc init")
+        return want.warning(f"dvc {repository.version}, no .dvc here", "dvc init")
     return want.ok(f"git, dvc {repository.version}, cache {repository.cache} linked by {repository.link}")
 
 
