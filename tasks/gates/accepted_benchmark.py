@@ -4,11 +4,6 @@ To accept a report is to commit it.
 """
 
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from subprocess import CalledProcessError
 from typing import Any
 
 import great_expectations.expectations as gxe
@@ -20,6 +15,7 @@ from tasks.common.forms import Form, fault
 from tasks.common.git import git
 from tasks.common.params import Gates
 from tasks.gates.benchmark_files import REPORT, CellKey, Length, headline_cells
+from tasks.gates.committed import committed, git_answering
 from tasks.gates.report import Comparison
 from tasks.gates.suite import Table, because, show
 
@@ -66,7 +62,7 @@ def compare(report: dict[str, Any], gates: Gates) -> Comparison:
         DraftlineError: the report that is committed is damaged, or git does not say whether there is one.
     """
     lengths = _lengths(report)
-    with _git_answers():
+    with git_answering(_REPORT):
         earlier, against = _committed(report["settings"])
     if earlier is None:
         return Comparison(against, {}, {}, None)
@@ -97,12 +93,12 @@ def drop_suite(gates: Gates) -> list[gxe.Expectation]:
 
 def _committed(settings: dict[str, Any]) -> tuple[dict[str, float] | None, str]:
     """Acceptance lengths of that report; None and why, where there is nothing that this one could be held against."""
-    if not (_has_commit() and git("ls-tree", "HEAD", "--", _REPORT)):
-        return None, f"nothing: no {_REPORT} is committed"
     try:
-        text = git("cat-file", "blob", f"HEAD:./{_REPORT}")
+        text = committed(_REPORT)
     except ValueError as error:
         raise _damaged(f"not UTF-8 ({error})") from None
+    if text is None:
+        return None, f"nothing: no {_REPORT} is committed"
     try:
         earlier = json.loads(text)
         _Accepted.model_validate(earlier)
@@ -120,41 +116,6 @@ def _committed(settings: dict[str, Any]) -> tuple[dict[str, float] | None, str]:
     if differing:
         return None, f"nothing: commit {commit} has {', '.join(f'{name} {_said(then[name])}' for name in differing)}"
     return _lengths(earlier), f"commit {commit}"
-
-
-def _has_commit() -> bool:
-    """Whether there is a repository, and a commit in it."""
-    here = Path.cwd()
-    if "GIT_DIR" not in os.environ and not any((folder / ".git").exists() for folder in (here, *here.parents)):
-        return False
-    try:
-        git("rev-parse", "--verify", "--quiet", "HEAD")
-    except CalledProcessError as error:
-        if error.returncode != 1:
-            raise
-        git(
-            "symbolic-ref", "HEAD"
-        )  # 1 of a branch without a commit, and of one whose file is damaged: here that fails too
-        return False
-    return True
-
-
-@contextmanager
-def _git_answers() -> Iterator[None]:
-    """Where git is silent a report that is committed would go unheard, and the drop with it."""
-    try:
-        yield
-    except OSError as error:
-        raise _unheard(f"git cannot be started ({error.strerror}): put it on PATH") from None
-    except CalledProcessError as error:
-        raise _unheard(f"`git {error.cmd[1]}` says: {' '.join(error.stderr.split())}") from None
-
-
-def _unheard(what: str) -> DraftlineError:
-    return DraftlineError(
-        f"{_REPORT} as it is committed: git does not give it, so that this acceptance length cannot be held against it. {what}. Mend "
-        "that, then `dvc repro`."
-    )
 
 
 def _damaged(what: str) -> DraftlineError:

@@ -7,7 +7,6 @@ layers some way off, or has its slots in other places.
 """
 
 import json
-from subprocess import CalledProcessError
 from typing import Any
 
 import great_expectations.expectations as gxe
@@ -16,7 +15,7 @@ import pandas as pd
 from pydantic import BaseModel, ConfigDict
 
 from tasks.common.contract import Contract
-from tasks.common.git import git
+from tasks.gates.committed import committed, git_answering
 from tasks.gates.report import GATES, Comparison
 from tasks.gates.suite import Table, because, show
 from tasks.gates.token_norms import TokenNorms
@@ -103,12 +102,17 @@ def compare(record: NormRecord) -> Comparison:
 
 
 def _committed(record: NormRecord) -> tuple[NormRecord | None, str]:
-    """The record in that report; None and why, where there is nothing that `record` could be held against."""
+    """The record in that report; None and why, where there is nothing that `record` could be held against.
+
+    Raises:
+        DraftlineError: git does not give it.
+    """
     try:
-        report = json.loads(git("cat-file", "blob", f"HEAD:./{_REPORT}"))
-        earlier = NormRecord.model_validate(report["record"])
-    except (OSError, CalledProcessError):
-        return None, "nothing committed"
+        with git_answering(_REPORT):
+            text = committed(_REPORT)
+        if text is None:
+            return None, "nothing committed"
+        earlier = NormRecord.model_validate(json.loads(text)["record"])
     except (ValueError, KeyError, TypeError):
         return None, "nothing: no norms committed"
     if earlier.contract != record.contract:

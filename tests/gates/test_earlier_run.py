@@ -128,6 +128,13 @@ def test_what_cannot_be_compared_is_not(committed, judge, params):
     assert (verdict.error, held_against(verdict)) == ("", "nothing: other storage type")
 
 
+@pytest.mark.parametrize("variable", ["GIT_DIR", "PATH"])
+def test_a_git_that_does_not_answer_does_not_pass_for_nothing_committed(committed, judge, monkeypatch, variable):
+    monkeypatch.setenv(variable, "nowhere")
+    verdict = judge("hidden_states")
+    assert "reports/gates/hidden_states.json as it is committed: git does not give it" in verdict.error
+
+
 def test_committing_a_run_that_failed_does_not_make_it_the_measure(committed, judge):
     honest = read_json(REPORT)["record"]
     rewrite(scale_slot_1)
@@ -172,7 +179,7 @@ def test_a_run_in_a_folder_of_a_larger_repository_has_a_report_of_its_own(finish
     assert held_against(judge("hidden_states")) == "committed run"
 
 
-def test_without_git_there_is_nothing_to_compare_with(committed, judge, monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
+def test_without_a_repository_there_is_nothing_to_compare_with(committed, judge):
+    shutil.rmtree(".git")
     verdict = judge("hidden_states")
     assert (verdict.error, held_against(verdict)) == ("", "nothing committed")
