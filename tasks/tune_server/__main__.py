@@ -28,6 +28,7 @@ REPORT, PROFILE = REPORTS / "tuned.json", REPORTS / "tuned_params.yaml"
 
 
 def main(minutes: float, concurrency: int) -> None:
+    from tasks.common.machine import machine
     from tasks.common.measured_draft import identities
     from tasks.tune_server.measure import ServerBench
     from tasks.tune_server.search import Search
@@ -39,7 +40,7 @@ def main(minutes: float, concurrency: int) -> None:
     _require_sensible(minutes, concurrency, params)
     space = _space(params, concurrency)
     questions = _questions(params, concurrency, space.most_reserved)
-    budget, identity = Budget(60 * minutes), identities()
+    budget, identity = Budget(60 * minutes), identities() | {"machine": machine(params.target.device)}
     with Fleet(params, budget) as fleet:
         bench = ServerBench(params, concurrency, questions, budget, fleet)
         search = Search(space, bench, lambda sentence: print(sentence, file=sys.stderr, flush=True))
@@ -58,7 +59,7 @@ def run_and_report(
     Else those of an earlier search stay, which found more.
 
     Args:
-        identity: hashes of target and draft, for the report.
+        identity: hashes of target and draft, and the machine, for the report.
 
     Returns:
         reports/tuned.json.

@@ -63,7 +63,7 @@ class ServerBench:
         warm = asked.load.warm_up(self._params.benchmark.warmup_prompts)
         try:
             for group in [arms] if self.capacity > 1 else [[arm] for arm in arms]:
-                if self.starts_together and not self._fleet.running:
+                if self.starts_together and PLAIN in group and not self._fleet.running:
                     self._start_plain_alone(ranked, warm, asked)
                 began, before = time.monotonic(), set(self._fleet.running)
                 asked.fail(self._fleet.ensure(group, ranked))

@@ -8,7 +8,6 @@ from statistics import fmean
 from tasks.common.advice_reports import measured_step_share, scaling_fit
 from tasks.common.break_even import advice
 from tasks.common.files import replacing
-from tasks.common.machine import machine
 from tasks.common.params import PARAMS, Params
 from tasks.tune_server.candidates import Candidate
 from tasks.tune_server.results import Result, Trial
@@ -34,7 +33,7 @@ def report(
     """reports/tuned.json.
 
     Args:
-        identity: hashes of target and draft, for the settings.
+        identity: hashes of target and draft, and the machine, for the settings.
         folder: where reports/scaling.json and profile.json may lie, for the advice.
     """
     best = search.best if search.has_compared else None
@@ -43,7 +42,6 @@ def report(
         "version": version("sglang"),
         "device": params.target.device,
         "dtype": params.target.dtype,
-        "machine": machine(params.target.device),
         "temperature": 0.0,
         "max_new_tokens": params.benchmark.max_new_tokens,
         "extra_args": list(params.serve.extra_args),
@@ -61,7 +59,7 @@ def report(
         "round_time": _round_time(search),
         "verdict": verdict(search),
         "advice": _advice(search.best, search, settings, concurrency, folder) if search.best else [],
-        "candidates": [_row(trial, params) for trial in search.trials.values()],
+        "candidates": [_row(trial, params) for trial in search.in_order],
         "notes": list(search.space.notes),
         "settings": settings,
     }

@@ -31,19 +31,24 @@ class Schedule:
 
     def learn(self, batch: Sequence[Candidate], measured: MeasuredBatch) -> None:
         """Note what a batch took."""
+        if measured.is_cut and not self._costs.are_known and not measured.started:
+            # At least: none but the plain server, which may have answered, was up by then.
+            self._costs.started(1 + len(batch), self._spent)
+            return
         self._costs.started(measured.started, measured.start_s)
         if measured.plain_answer_s is not None:
             self._costs.answered(PLAIN, measured.plain_answer_s)
         for candidate, result in measured.results.items():
             self._costs.answered(candidate, result.answer_s)
-        if measured.is_cut and not self._costs.are_known and not measured.started:
-            self._costs.started(1 + len(batch), self._spent)  # at least: they were not up by then
 
-    def next_batch(self, pending: Sequence[Candidate], questions: int, share: float) -> list[Candidate]:
+    def next_batch(
+        self, pending: Sequence[Candidate], questions: int, share: float, then: Sequence[Candidate] = ()
+    ) -> list[Candidate]:
         """The first, and others that fit beside it into memory and budget; of those, the ones that run come first.
 
         Args:
             share: of the budget, that may be spent by its end.
+            then: what is to be asked as much after it.
 
         Returns:
             None of them where not even the first fits.
@@ -52,12 +57,15 @@ class Schedule:
             return list(pending[: self.room if self._bench.starts_together else 1])
         batch = self._ordered(pending, self._bench.running)[: self.room]
         sizes = range(len(batch), 0, -1)
-        return next((batch[:size] for size in sizes if self.fits(batch[:size], questions, share)), [])
+        return next((batch[:size] for size in sizes if self.fits(batch[:size], questions, share, then)), [])
 
-    def fits(self, candidates: Sequence[Candidate], questions: int, share: float) -> bool:
-        """Whether so many questions of all of them end before so much of the budget is spent."""
+    def fits(
+        self, candidates: Sequence[Candidate], questions: int, share: float, then: Sequence[Candidate] = ()
+    ) -> bool:
+        """Whether so many questions of all of them end before so much of the budget is spent, and leave time for `then`."""
         needed = self._seconds(candidates, questions, self._bench.running)
-        return needed <= self._bench.remaining() - (1 - share) * self.budget
+        after = _RESERVE * self._seconds(then, questions, self._staying(candidates)) if then else 0.0
+        return needed <= self._bench.remaining() - max(after, (1 - share) * self.budget)
 
     def affordable(self, candidates: Sequence[Candidate]) -> int:
         """The most questions that there is time to ask of all of them, and a reserve; 0 where not even the least."""
@@ -73,19 +81,26 @@ class Schedule:
             compared: all that the last rung would ask once more.
         """
         running = self._bench.running if self._costs.are_known else ()
-        stays = {PLAIN, *compared} if len(compared) <= self.room < self._bench.capacity else ()
-        needed = self._seconds(missing, self.few, running) + self._seconds(compared, self.few, stays)
+        needed = self._seconds(missing, self.few, running)
+        needed += self._seconds(compared, self.few, self._staying(compared))
         minutes = math.ceil(max(_RESERVE * (self._spent + needed), self.budget + 1) / 60)
         if self._costs.are_known:
             why = f"{self._costs.told}; --minutes {minutes} would do."
         else:
-            why = f"within {self._spent:.0f} s no server was up and warm; at least --minutes {minutes} is needed."
+            why = f"within {self._spent:.0f} s no server with the draft was up and warm; at least --minutes {minutes} is needed."
         names = ", ".join(candidate.name for candidate in missing)
         return f"{self.budget / 60:.3g} minutes are too short to measure {names}: {why}"
 
     @property
     def _spent(self) -> float:
         return self.budget - self._bench.remaining()
+
+    def _staying(self, asked: Sequence[Candidate]) -> Collection[Candidate]:
+        """What surely runs when they were asked."""
+        together = {PLAIN, *self._bench.running, *asked}
+        if len(together) <= self._bench.capacity:
+            return together
+        return {PLAIN, *asked} if len(asked) <= self.room < self._bench.capacity else ()
 
     def _seconds(self, candidates: Sequence[Candidate], questions: int, running: Collection[Candidate]) -> float:
         """Of as many batches as they take; for each after the first, what runs but the plain server makes room."""

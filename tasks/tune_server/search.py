@@ -33,7 +33,7 @@ class Search:
     """
     Attributes:
         trials: what is known of each candidate that was considered, in the order of their starts.
-        best: the fastest that params.yaml would take; None where none was measured.
+        best: of those that params.yaml would take (ranking.py); None where none was measured.
         ended: a sentence on how the search came to its end.
         is_complete: whether it ran until its budget or its questions ended.
         shortage: a sentence on the first servers that there was no time for, and on how much would do; empty where there was.
@@ -69,9 +69,14 @@ class Search:
 
     @property
     def best(self) -> Trial | None:
-        """None is clearly faster that was beside it."""
+        """None that was beside it is clearly faster, but where three beat each other in a circle (ranking.py)."""
         candidates = self._ranked()
         return self.trials[candidates[0]] if candidates else None
+
+    @property
+    def in_order(self) -> list[Trial]:
+        """Those that may be chosen, the best first; then the others, as they were considered."""
+        return [self.trials[candidate] for candidate in dict.fromkeys([*self._ranked(), *self.trials])]
 
     @property
     def has_compared(self) -> bool:
@@ -119,7 +124,10 @@ class Search:
         kept, shape = candidates[: max(2, math.ceil(len(candidates) / 3))], candidates[0].shape
         open_options = [o for o in self.space.options if shape.topk == 1 or not o.chains_only]
         self._measure_all(
-            [*kept, *(Candidate(shape, (option,)) for option in open_options)], 2 * self._few, _OPTIONS_SHARE
+            [*kept, *(Candidate(shape, (option,)) for option in open_options)],
+            2 * self._few,
+            _OPTIONS_SHARE,
+            self._compared(),
         )
 
     def _halve(self) -> None:
@@ -127,13 +135,12 @@ class Search:
         while True:
             kept = self._ranked()[: math.ceil(self._count_of_latest_rung() / 2)]
             field = self._with_bare([*kept, *together])
-            if (
-                len(field) <= 2
-                or questions > MOST_TIMES * self._few
-                or not self._schedule.fits(field, questions, _HALVING_SHARE)
-            ):
+            if len(field) <= 2 or questions > MOST_TIMES * self._few:
                 return
-            self._measure_all(field, questions, _HALVING_SHARE)
+            limits = questions, _HALVING_SHARE, self._compared()
+            if not self._schedule.fits(field, *limits):
+                return
+            self._measure_all(field, *limits)
             questions, together = 2 * questions, []
 
     def _helpful_together(self) -> list[Candidate]:
@@ -149,31 +156,39 @@ class Search:
 
     def _compare(self) -> None:
         """The best with all that it is to be compared with, in one rung, asked as much as the rest of the budget allows."""
-        if not (candidates := self._ranked()):
+        if not self._ranked():
             return
-        best, *others = candidates
-        alike = [Candidate(None, best.options)] if best.options else []
-        rows = sorted(self.space.required, key=lambda row: others.index(row) if row in others else len(others))
-        compared = list(dict.fromkeys([*self._with_bare([best]), *rows, *alike, *others[:1]]))
-        compared = [candidate for candidate in compared if not self._trial(candidate).failed]
-        self._measure_all(compared, self._schedule.affordable(compared) or self._few, 1.0)
+        compared = self._compared()
+        questions = self._schedule.affordable(compared)
+        if questions >= self._most_asked:
+            self._measure_all(compared, questions, 1.0)
         # What is left of the budget goes to the best and those that run.
         while candidates := self._ranked():
             best, *others = candidates
             beside, running = [c for c in compared if c != best], self._bench.running
             again = [c for c in beside if c in running] or [c for c in others if c in running]
             questions = self._schedule.affordable([best, *again])
-            if not again or questions <= self.trials[best].last.questions:
+            if not again or questions <= self._most_asked:
                 return
             self._measure_all([best, *again], questions, 1.0)
 
+    def _compared(self) -> list[Candidate]:
+        """The best so far, and what the last rung would measure beside it."""
+        best, *others = self._ranked()
+        alike = [Candidate(None, best.options)] if best.options else []
+        rows = sorted(self.space.required, key=lambda row: others.index(row) if row in others else len(others))
+        compared = dict.fromkeys([*self._with_bare([best]), *rows, *alike, *others[:1]])
+        return [c for c in compared if c not in self.trials or not self.trials[c].failed]
+
     # --- measuring
 
-    def _measure_all(self, wanted: Sequence[Candidate], questions: int, share: float) -> None:
+    def _measure_all(
+        self, wanted: Sequence[Candidate], questions: int, share: float, then: Sequence[Candidate] = ()
+    ) -> None:
         """A rung, in batches, as many as fit into the budget; where not two candidates do, there is nothing to compare."""
-        pending, is_new = list(dict.fromkeys(wanted)), 1
-        while pending and (batch := self._schedule.next_batch(pending, questions, share)):
-            if is_new and len(batch) < 2 and not (pending[1:] and self._schedule.fits(pending[:2], questions, share)):
+        pending, is_new, limits = list(dict.fromkeys(wanted)), 1, (questions, share, then)
+        while pending and (batch := self._schedule.next_batch(pending, *limits)):
+            if is_new and len(batch) < 2 and not (pending[1:] and self._schedule.fits(pending[:2], *limits)):
                 return
             self._rung += is_new
             self._measure(batch, questions)
@@ -219,7 +234,12 @@ class Search:
 
     def _count_of_latest_rung(self) -> int:
         rungs = [self.trials[candidate].last.rung for candidate in self._ranked()]
-        return rungs.count(max(rungs))
+        return rungs.count(max(rungs, default=-1))
+
+    @property
+    def _most_asked(self) -> int:
+        """Questions of a rung so far. The last rung decides, and asks no fewer."""
+        return max((result.questions for trial in self.trials.values() for result in trial.results), default=0)
 
     def _may_be_chosen(self, candidate: Candidate) -> bool:
         return candidate.shape is not None and candidate not in self.space.unfit

@@ -25,15 +25,11 @@ def _candidates(report: dict):
     last = max((result["rung"] for row in report["candidates"] for result in row["rungs"]), default=-1)
     for rung in range(last + 1):
         table.add_column(f"rung {rung}", justify="right")
-    for row in sorted(report["candidates"], key=_latest, reverse=True):
+    for row in report["candidates"]:
         speed = {result["rung"]: result["speedup"]["median"] for result in row["rungs"]}
         if speed:
             table.add_row(row["name"], *(f"{speed[rung]:.2f}" if rung in speed else "" for rung in range(last + 1)))
     return table
-
-
-def _latest(row: dict) -> tuple[int, float]:
-    return (row["rungs"][-1]["rung"], row["rungs"][-1]["speedup"]["median"]) if row["rungs"] else (-1, 0.0)
 
 
 def _compared(report: dict):

@@ -71,7 +71,7 @@ class Bench:
         self.running = {PLAIN, *alive, *kept[: self.capacity - 1 - len(alive)]} if self.capacity > 1 else set()
         results = {c: self._result(c, questions, rung) for c in alive}
         is_cut = self._cut_after is not None and len(self.asked) >= self._cut_after
-        return MeasuredBatch(results, failed, len(starting), seconds, ANSWER_TOKENS * PLAIN_STEP_S, is_cut)
+        return MeasuredBatch(results, failed, len(starting), seconds, self._answer_s(PLAIN), is_cut)
 
     def _answer_s(self, candidate: Candidate) -> float:
         return ANSWER_TOKENS * PLAIN_STEP_S / self.speedup(candidate)

@@ -76,6 +76,7 @@ def test_without_held_out_prompts_there_is_no_search(tmp_path, monkeypatch):
         _questions(Params(), 1, 64)
 
 
+IDENTITY = {"machine": "an H200"}
 EARLIER = ('{"of": "an earlier search"}', "serve: of an earlier search\n")
 
 
@@ -105,11 +106,11 @@ class Ending(Bench):
 def test_a_search_that_ends_early_reports_what_was_measured_and_still_fails(tmp_path, monkeypatch, error, rung):
     monkeypatch.chdir(tmp_path)
     error = error()
-    params = Params.model_validate({"benchmark": {"concurrency": [1]}})
+    params = Params.model_validate({"target": {"device": "cuda"}, "benchmark": {"concurrency": [1]}})
     tuned, profile = earlier_reports()
     search = Search(Space.of(params, 1, "LlamaForCausalLM", Device(None)), Ending(error, rung))
     with pytest.raises(type(error)) as ended:
-        run_and_report(search, params, {}, 10, 1, Budget(600))
+        run_and_report(search, params, IDENTITY, 10, 1, Budget(600))
     notes = getattr(ended.value, "__notes__", [])
     if rung == 0:
         assert notes == []
@@ -118,6 +119,7 @@ def test_a_search_that_ends_early_reports_what_was_measured_and_still_fails(tmp_
     assert notes == ["reports/tuned.json and reports/tuned_params.yaml hold what was measured by then."]
     found = read_json(tuned)
     assert found["complete"] is False
+    assert found["settings"]["machine"] == "an H200"  # named at the start: a driver that fails by now costs no report
     assert found["ended"].startswith(f"Ended early, in rung {rung}: ")
     assert "# Ended early, in rung 1" in profile.read_text()
     assert yaml.safe_load(profile.read_text())["serve"]["num_steps"] == found["best"]["steps"]
@@ -140,7 +142,7 @@ def test_a_search_that_compared_nothing_leaves_the_reports_of_an_earlier_one(tmp
     search = Search(over, Bench(capacity=2, starts_together=False, **law))
     assert "tuned.json" not in _nothing_found(search)
     reports = earlier_reports()
-    assert run_and_report(search, params, {}, 10, 1, Budget(600))["best"] is None
+    assert run_and_report(search, params, IDENTITY, 10, 1, Budget(600))["best"] is None
     assert tuple(path.read_text() for path in reports) == EARLIER
     assert _nothing_found(search).startswith(why)
     assert _nothing_found(search).endswith("reports/tuned.json is still an earlier search's.")
@@ -150,7 +152,7 @@ def test_a_search_that_ran_to_its_end_is_complete(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     params = Params.model_validate({"benchmark": {"concurrency": [1]}})
     search = Search(Space.of(params, 1, "LlamaForCausalLM", Device(None)), Bench(300))
-    assert run_and_report(search, params, {}, 10, 1, Budget(600)) == read_json(Path("reports/tuned.json"))
+    assert run_and_report(search, params, IDENTITY, 10, 1, Budget(600)) == read_json(Path("reports/tuned.json"))
     assert read_json(Path("reports/tuned.json"))["complete"] is True
     assert "Ended early" not in Path("reports/tuned_params.yaml").read_text()
 
@@ -192,7 +194,7 @@ def test_a_real_search_that_no_server_is_up_in_time_for_fails_and_leaves_earlier
     short = started(0.1)
     said, log = short.communicate()
     assert short.returncode == 1, log
-    assert re.search(r"no server was up and warm; at least --minutes \d+ is needed", log), log
+    assert re.search(r"no server with the draft was up and warm; at least --minutes \d+ is needed", log), log
     assert "The best" not in said
     assert tuple(path.read_text() for path in reports) == EARLIER
     assert not list(Path("logs").glob("server-*.json"))

@@ -215,6 +215,24 @@ def test_on_a_gpu_the_plain_server_compiles_alone_for_those_that_start_together(
     assert set(measured.results) == {DRAFTED}
 
 
+def test_where_servers_run_in_turn_no_plain_server_starts_for_one_that_failed_before():
+    class InTurn(FreshHost):
+        limit = 1
+
+        def ensure(self, wanted, ranked):
+            self.running = {candidate: server for candidate, server in self.running.items() if candidate in wanted}
+            super().ensure(wanted, ranked)
+            return {DRAFTED: self.drop(DRAFTED, None)} if DRAFTED in wanted else {}
+
+        def drop(self, candidate, error):
+            del self.running[candidate]
+            return "out of memory"
+
+    fleet, other = InTurn(), Candidate(Shape(3, 1, 4))
+    on_a_gpu(fleet).measure([DRAFTED, other], 2, 0, [])
+    assert fleet.groups == [[PLAIN], [PLAIN], [DRAFTED], [other]]
+
+
 def test_the_plain_server_that_starts_alone_is_as_warm_as_the_others():
     fleet = FreshHost()
     on_a_gpu(fleet).measure([DRAFTED], 2, 0, [])

@@ -32,8 +32,8 @@ PARAMS = Params.model_validate(
     }
 )
 
-IDENTITY = {"target_sha256": "1" * 64, "draft_sha256": "2" * 64}
-WITH = IDENTITY | {"device": "cpu", "dtype": "float32", "machine": machine("cpu")}
+IDENTITY = {"target_sha256": "1" * 64, "draft_sha256": "2" * 64, "machine": machine("cpu")}
+WITH = IDENTITY | {"device": "cpu", "dtype": "float32"}
 
 
 def search(params: Params = PARAMS, gpu: Device = Device(None), **bench) -> Search:  # noqa: B008
@@ -63,6 +63,15 @@ def test_every_candidate_is_there_with_its_rungs_or_the_reason_why_not():
         for rung in row["rungs"]:
             assert rung["speedup"]["min"] <= rung["speedup"]["median"] <= rung["speedup"]["max"]
             assert rung["speedup"]["repeats"] == 3
+
+
+def test_the_table_is_in_the_order_of_the_choice(capsys):
+    found = search(ratio=0.3)
+    slower = next(trial for trial in found.trials.values() if found.best.is_above(trial))
+    slower.results.append(replace(found.best.last, rung=9, ratios=(9.0,)))  # the budget cut it
+    show(reported(found))
+    table = capsys.readouterr().out.partition("rung 9")[2]
+    assert table.split()[0] == found.best.candidate.name
 
 
 def test_the_time_of_a_round_by_steps_is_what_the_benchmarks_advice_reads(tmp_path):

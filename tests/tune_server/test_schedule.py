@@ -51,6 +51,19 @@ def test_as_many_questions_are_asked_as_end_in_time_where_all_takes_a_fifth_long
     assert schedule.affordable([one]) == 8
 
 
+@pytest.mark.parametrize("capacity", [2, 4])
+def test_time_is_left_for_what_is_asked_after_it_with_starts_of_those_that_had_to_make_room(capacity):
+    bench = Bench(100, capacity, starts_together=False)
+    schedule, (one, two, *_) = Schedule(bench), space().shapes
+    schedule.learn([one], MeasuredBatch({}, started=2, start_s=20.0, plain_answer_s=1.0))
+    bench.running = {PLAIN, one}
+    asked_s = 3 * 4 * 2
+    bench.clock = 100 - (10 + asked_s) - 1.2 * (asked_s + 10 * (capacity == 2)) - 0.1
+    assert schedule.fits([two], 4, 1.0, [one])
+    bench.clock += 1
+    assert not schedule.fits([two], 4, 1.0, [one])
+
+
 def minutes(sentence: str) -> int:
     return int(re.search(r"--minutes (\d+)", sentence)[1])
 
@@ -83,8 +96,19 @@ def test_a_search_that_no_server_answered_is_told_what_it_needs_at_least():
 
     search = Search(space(), NeverUp(30, starts_together=False))
     search.run()
-    assert "within 33 s no server was up and warm; at least --minutes 2 is needed" in search.shortage
+    assert "within 33 s no server with the draft was up and warm; at least --minutes 2 is needed" in search.shortage
     assert search.shortage.startswith("0.5 minutes are too short to measure 3/1/4, 5/4/8 (automatic), ")
+
+
+def test_where_the_plain_server_alone_was_up_in_time_the_others_are_not_said_to_have_started():
+    class PlainAlone(Bench):
+        def measure(self, batch, questions, rung, ranked):
+            self.clock += 541
+            return MeasuredBatch({}, plain_answer_s=2.0, is_cut=True)
+
+    search = Search(space(), PlainAlone(540))
+    search.run()
+    assert "within 541 s no server with the draft was up and warm; at least --minutes " in search.shortage
 
 
 def test_an_answer_that_the_plain_server_was_warmed_up_with_tells_what_would_do():

@@ -10,7 +10,7 @@ from tasks.tune_server.candidates import PLAIN, Candidate, Shape
 from tasks.tune_server.options import Device
 from tasks.tune_server.search import Search
 from tasks.tune_server.space import Space
-from tests.tune_server.bench import Bench, Noisy, Questions
+from tests.tune_server.bench import ANSWER_TOKENS, PLAIN_STEP_S, Bench, Noisy, Questions
 
 LLAMA = "LlamaForCausalLM"
 
@@ -239,6 +239,15 @@ def test_servers_that_all_die_after_a_while_end_the_search(batches):
     assert not found.has_compared or found.best
 
 
+def test_the_last_two_that_may_be_chosen_die_in_a_later_rung():
+    two = {Shape(3, 1, 4), Shape(7, 1, 8)}
+    bench = Bench(3000, broken=lambda c: bench.asked[-1][0] > 0 or c.shape not in two)
+    found = searched(bench, space())
+    assert found.ended.startswith("Done")
+    assert found.best is None
+    assert {trial.candidate.shape for trial in found.trials.values() if trial.results} == two
+
+
 def test_where_every_server_fails_there_is_no_best():
     found = searched(Bench(broken=lambda c: True), space())
     assert found.best is None
@@ -360,6 +369,45 @@ def test_each_rung_has_fewer_candidates_and_more_questions():
     halving = [(questions, len(batch)) for rung, questions, batch in bench.asked if rung]
     assert [questions for questions, _ in halving[:3]] == [8, 16, 32]
     assert sorted((count for _, count in halving[:3]), reverse=True) == [count for _, count in halving[:3]]
+
+
+class FreshHost(Bench):
+    """Its first start takes 100 s more than those that follow, and is not counted.
+
+    Args:
+        answer_s: of the plain server.
+    """
+
+    def __init__(self, budget_s, capacity, answer_s, **law):
+        super().__init__(budget_s, capacity, **law)
+        self._slower = answer_s / (ANSWER_TOKENS * PLAIN_STEP_S)
+
+    def measure(self, batch, questions, rung, ranked):
+        self.clock += 0 if self.asked else 100
+        return super().measure(batch, questions, rung, ranked)
+
+    def _answer_s(self, candidate):
+        return self._slower * super()._answer_s(candidate)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7, 0.8])
+@pytest.mark.parametrize(("capacity", "answer_s"), [(2, 0.1), (8, 0.1), (8, 1.0)])
+def test_no_rung_asks_fewer_questions_than_one_before(ratio, capacity, answer_s):
+    for budget in range(300, 900, 20):
+        bench = FreshHost(budget, capacity, answer_s, start_s=75.0, ratio=ratio)
+        searched(bench, space(device=Device((9, 0), True)))
+        asked = [questions for _, questions, _ in bench.asked]
+        assert asked == sorted(asked)
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.5, 0.7, 0.8])
+@pytest.mark.parametrize("answer_s", [0.1, 1.0])
+def test_settings_and_halving_leave_time_to_ask_the_best_beside_what_it_is_compared_with(ratio, answer_s):
+    for budget in range(360, 900, 20):
+        bench, over = FreshHost(budget, 8, answer_s, start_s=68.0, ratio=ratio), space(device=Device((9, 0), True))
+        found = searched(bench, over)
+        assert {found.trials[candidate].last.rung for candidate in over.rows.values()} == {found.best.last.rung}
+        assert bench.clock <= budget
 
 
 def test_servers_that_run_are_asked_again_before_others_are_started():
