@@ -12,6 +12,7 @@ import argparse
 
 from tasks.common.errors import DraftlineError, in_a_line
 from tasks.common.files import REPORTS, remove, require_writable, write_json
+from tasks.common.machine import machine
 from tasks.common.measured_draft import identities
 from tasks.common.params import PARAMS, Params, load_params
 from tasks.common.responses import require_heldout
@@ -31,7 +32,8 @@ def main(requests: list[int] | None) -> None:
     require_writable(REPORTS)
     asked = _requests(requests, params)
     prompts = [response.prompt_token_ids for response in require_heldout("the profile")]
-    plain, drafted, identity = baseline_plan(params), speculative_plan(params), identities()
+    plain, drafted = baseline_plan(params), speculative_plan(params)
+    identity = identities() | {"machine": machine(params.target.device)}
     baseline = profile(plain, prompts, asked)
     try:
         speculative = profile(drafted, prompts, asked)

@@ -6,7 +6,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tasks.common.errors import DraftlineError
-from tasks.common.machine import machine
 from tasks.common.params import Params
 from tasks.common.progress import progress
 from tasks.common.server_plan import ServerPlan
@@ -72,7 +71,7 @@ def report(
     """reports/profile.json.
 
     Args:
-        identity: hashes of target and draft, for the settings.
+        identity: hashes of target and draft, and the machine, for the settings.
     """
     return {
         "by_requests": [_row(plain, drafted, params) for plain, drafted in zip(baseline, speculative, strict=True)],
@@ -96,7 +95,6 @@ def _settings(params: Params, identity: Mapping[str, str]) -> dict:
         "version": version("sglang"),
         "device": params.target.device,
         "dtype": params.target.dtype,
-        "machine": machine(params.target.device),
         "steps": params.serve.num_steps,
         "topk": params.serve.eagle_topk,
         "draft_tokens": params.serve.num_draft_tokens,

@@ -8,12 +8,12 @@ from tasks.common.advice_reports import measured_step_share
 from tasks.common.machine import machine
 from tasks.common.params import Params
 from tasks.profile_server.parts import take_apart
-from tasks.profile_server.profile import Profile, report
+from tasks.profile_server.profile import Profile, plain_alone, report
 from tasks.profile_server.show import show
 from tasks.profile_server.trace import Trace
 from tests.profile_server.test_parts import EAGLE3, PLAIN
 
-IDENTITY = {"target_sha256": "1" * 64, "draft_sha256": "2" * 64}
+IDENTITY = {"target_sha256": "1" * 64, "draft_sha256": "2" * 64, "machine": machine("cpu")}
 PLAIN_MS, ROUND_MS = 1.6, 4.0  # as if timed without the profiler
 
 
@@ -36,9 +36,16 @@ def test_the_gpu_is_idle_for_what_its_kernels_leave_of_the_step_without_the_prof
 
 
 def test_advice_on_this_target_draft_and_machine_reads_it(found, tmp_path):
-    settings = IDENTITY | {"device": "cpu", "dtype": "float32", "machine": machine("cpu")}
+    settings = IDENTITY | {"device": "cpu", "dtype": "float32"}
     (tmp_path / "profile.json").write_text(json.dumps(found))
     assert measured_step_share(1, 3, 1, settings, tmp_path) > 0
+
+
+def test_the_machine_is_named_at_the_start_so_that_a_driver_that_fails_by_now_costs_no_report():
+    plain = Profile(1, PLAIN_MS, take_apart(Trace.read(PLAIN), "baseline", 16), PLAIN)
+    params = Params.model_validate({"target": {"device": "cuda"}})
+    kept = plain_alone([plain], params, IDENTITY | {"machine": "an H200"}, "the driver failed")
+    assert kept["settings"]["machine"] == "an H200"
 
 
 def test_kernels_that_took_longer_than_the_step_without_the_profiler_leave_nothing_idle():
