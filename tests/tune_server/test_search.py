@@ -410,6 +410,13 @@ def test_settings_and_halving_leave_time_to_ask_the_best_beside_what_it_is_compa
         assert bench.clock <= budget
 
 
+def test_what_is_only_reckoned_with_is_no_candidate():
+    bench = Bench(3000, effect={"triton": 1.2, "no prefill graphs": 1.2})  # the best has one setting, and then both
+    found = searched(bench, space(device=Device((9, 0), True)))
+    assert len(found.best.candidate.options) == 2
+    assert all(trial.results or trial.pruned for trial in found.trials.values())
+
+
 def test_servers_that_run_are_asked_again_before_others_are_started():
     bench = Bench(3000, capacity=8)
     searched(bench, space())
