@@ -15,6 +15,7 @@ def measured(monkeypatch, tmp_path, *more: str) -> dict:
     return read_json(tmp_path / "out.json")
 
 
+@pytest.mark.faults
 def test_a_measurement_runs_through_and_its_losses_are_those_of_a_second_one(monkeypatch, tmp_path, capsys):
     first = measured(monkeypatch, tmp_path, "--steps", "12", "--discard", "2")
     printed = capsys.readouterr().out
