@@ -200,7 +200,7 @@ class SGLangClient:
     def _ask(self, method: str, path: str, timeout_s: float | None = None, **kwargs: Any) -> Any:
         timeout = (_CONNECT_TIMEOUT_S, timeout_s or self._answer_timeout_s)
         with self._explained(path, timeout[1]):
-            response = self._http.request(method, self.url + path, timeout=timeout, **kwargs)
+            response = self._send(method, path, timeout=timeout, **kwargs)
             is_json = "json" in response.headers.get("content-type", "")
             answer = response.json() if response.ok and is_json else response.text
         self._require_ok(response, path)
@@ -211,7 +211,7 @@ class SGLangClient:
         timeout = (_CONNECT_TIMEOUT_S, self._answer_timeout_s)
         with (
             self._explained(path, timeout[1]),
-            self._http.post(self.url + path, json=body, timeout=timeout, stream=True) as response,
+            self._send("POST", path, json=body, timeout=timeout, stream=True) as response,
         ):
             self._require_ok(response, path)
             for line in response.iter_lines():
@@ -221,6 +221,20 @@ class SGLangClient:
                 if "error" in piece:  # the status line was sent before the server knew
                     raise DraftlineError(f"{self.url}{path}: refused: {piece['error']!a}{self._diagnosis()}")
                 yield piece
+
+    def _send(self, method: str, path: str, **kwargs: Any) -> "requests.Response":
+        """Once more where a connection ended before a byte of the answer: a server closes those that were idle for seconds
+        (SGLANG_TIMEOUT_KEEP_ALIVE), and may do so as the request is on its way. A server that died refuses the second one."""
+        import requests
+        from urllib3.exceptions import ProtocolError
+
+        try:
+            return self._http.request(method, self.url + path, **kwargs)
+        except requests.ConnectionError as error:
+            if not isinstance(error.args[0], ProtocolError):  # it was never connected
+                raise
+            self._http.close()  # the others that are idle; what is in flight goes on
+            return self._http.request(method, self.url + path, **kwargs)
 
     @contextmanager
     def _explained(self, path: str, timeout_s: float) -> Iterator[None]:

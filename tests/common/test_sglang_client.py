@@ -110,3 +110,49 @@ def test_hundreds_of_users_ask_on_the_connections_that_they_have(crowd):
         for _ in range(3):
             assert len(list(users.map(lambda _: client.server_info(), range(300)))) == 300
     assert crowd.opened == 300
+
+
+@pytest.fixture
+def forgetful():
+    """A server that answers one request on a connection, and closes it as the next one arrives; it counts what it answered."""
+
+    class Answers(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        is_used = False
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            if self.is_used:
+                self.close_connection = True
+                return
+            self.is_used = True
+            self.server.answered += 1
+            piece = {"text": "", "output_ids": [7], "meta_info": DONE | {"weight_version": "", "completion_tokens": 1}}
+            body = json.dumps(piece).encode()
+            body = b"data: " + body + b"\n\n" if self.server.streams else body
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream" if self.server.streams else "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    class Counting(ThreadingHTTPServer):
+        daemon_threads, answered, streams = True, 0, False
+
+    server = Counting(("127.0.0.1", 0), Answers)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_connection_that_was_closed_as_it_idled_costs_no_answer(forgetful, streams):
+    forgetful.streams = streams
+    client = SGLangClient(f"http://127.0.0.1:{forgetful.server_port}")
+    for _ in range(3):
+        assert client.generate([5], {}, stream=streams).output_ids == [7]
+    assert forgetful.answered == 3
