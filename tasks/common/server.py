@@ -162,6 +162,7 @@ class Server(SGLangClient):
                         f"Raise serve.startup_timeout_s if it only needs longer.{self._diagnosis()}"
                     )
                 time.sleep(_POLL_S)
+            log.read_on()
         finally:
             log.close()
         self._write_record()
@@ -170,6 +171,8 @@ class Server(SGLangClient):
         self._prove_identity()
         self._is_proven = True
         _say(f"{self.plan.kind} server: ready on port {self.plan.port} ({time.monotonic() - self._launched_at:.0f} s)")
+        if log.warning:
+            _say(f"{self.plan.kind} server: {log.warning}")
 
     def stop(self) -> None:
         """End the whole session, and prove that nothing of it is left.

@@ -31,6 +31,8 @@ _OF_TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_S
 _SIMULATION = "SGLANG_SIMULATE_"
 # Other spellings of flags that a plan sets, so that `serve.extra_args` cannot slip past it.
 _ALIASES = ("--model",)
+# Of speculation's flags the one that changes nothing of what is drafted; a plain server ignores it.
+_DRAFT_ATTENTION = "--speculative-draft-attention-backend"
 # Each a number of GPUs, which multiply.
 TENSOR_PARALLEL = ("--tp", "--tp-size", "--tensor-parallel-size")
 _PIPELINE_PARALLEL = ("--pp-size", "--pipeline-parallel-size")
@@ -280,7 +282,7 @@ def _extra_flags(params: Params, planned: tuple[Setting, ...]) -> list[Setting]:
         else:
             raise DraftlineError(f"{PARAMS}: serve.extra_args starts with {word!r}, which belongs to no flag.")
     taken = {flag.name for flag in planned} | {"--speculative-algorithm", "--weight-version", *_ALIASES}
-    speculative = {extra.name for extra in extras if extra.name.startswith("--speculative-")}
+    speculative = {extra.name for extra in extras if extra.name.startswith("--speculative-")} - {_DRAFT_ATTENTION}
     why = (
         "which Draftline sets itself so that it can be checked. Change the parameter that it comes from "
         "(`python -m tasks.launch_server --print` names it)."

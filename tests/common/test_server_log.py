@@ -223,3 +223,26 @@ def test_a_kill_is_the_kernels_only_where_the_server_left_no_word():
     assert _NO_GPU in explain(
         "AttributeError: module 'torch._C' has no attribute '_cuda_setDevice'\nReceived sigquit", -9
     )
+
+
+# Of SGLang 0.5.16 on an H200, cut at the end of each line.
+_GRAPHS_OF_FA3 = """\
+[2026-12-01 02:59:15] Capture target verify CUDA graph begin. backend=full, num_tokens_per_req=32, bs=[1, 2, 4, 8, 16,
+[2026-12-01 02:59:16] Capture draft prefill CUDA graph begin. backend=breakable, num_tokens=[4, 8, 12, 16, 20, 24, 28,
+[2026-12-01 02:59:17] Capture draft decode CUDA graph begin. backend=full, num_tokens_per_req=4, bs=[1, 2, 4, 8, 16, 32,
+"""
+_OF_TRITON = (
+    "[2026-12-01 03:06:06] Capture draft extend CUDA graph begin. backend=full, num_tokens_per_req=4, bs=[1, 2, 3,\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [(_GRAPHS_OF_FA3, "--speculative-draft-attention-backend triton"), (_GRAPHS_OF_FA3 + _OF_TRITON, ""), ("", "")],
+)
+def test_a_draft_of_which_a_part_runs_without_cuda_graphs_is_told(log, words, tmp_path):
+    (tmp_path / "log").write_text(log)
+    reader = LogReader(tmp_path / "log")
+    reader.read_on()
+    reader.close()
+    assert words in reader.warning and bool(words) == bool(reader.warning)

@@ -128,6 +128,12 @@ def test_extra_arguments_cannot_override_what_was_checked(make_plan, words):
         make_plan(serve=SERVE | {"extra_args": words})
 
 
+def test_the_drafts_attention_may_be_another_than_the_targets(make_plan):
+    words = ["--attention-backend", "fa3", "--speculative-draft-attention-backend", "triton"]
+    planned = said(make_plan(serve=SERVE | {"extra_args": words}))
+    assert [planned[name] for name in words[::2]] == ["fa3", "triton"]
+
+
 @pytest.mark.parametrize("words", [["--help"], ["--tp-size", "2", "--hel"], ["-h"], ["--tp-size", "2", "-h"]])
 def test_a_server_that_would_print_its_flags_and_exit_is_not_planned(make_plan, words):
     with pytest.raises(DraftlineError, match=rf"serve\.extra_args holds {words[-1]}[,;]"):

@@ -40,6 +40,7 @@ IN_0_5_16 = {
     "--disable-custom-all-reduce",
     "--enable-nccl-nvls",
     "--enable-symm-mem",
+    "--speculative-draft-attention-backend",
 }
 
 
@@ -57,9 +58,9 @@ def test_the_installed_sglang_has_every_flag_that_is_tried(flag):
 
 
 def test_attention_backends_are_those_of_the_gpu():
-    assert names(H200)["attention backend"] == ["triton", "flashinfer", "fa3"]
+    assert names(H200)["attention backend"] == ["triton", "flashinfer", "fa3", "fa3, the draft on triton"]
     assert names(B200)["attention backend"] == ["triton", "flashinfer", "trtllm_mha"]
-    assert names(Device((8, 9)))["attention backend"] == ["triton", "fa3"]
+    assert names(Device((8, 9)))["attention backend"] == ["triton", "fa3", "fa3, the draft on triton"]
 
 
 def test_a_cpu_has_one_backend_and_no_graphs():
@@ -70,7 +71,14 @@ def test_a_target_with_latent_attention_keeps_its_own_backends():
     assert "attention backend" not in names(H200, is_latent=True)
 
 
-@pytest.mark.parametrize("words", [["--attention-backend", "triton"], ["--decode-attention-backend=fa3"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--attention-backend", "triton"],
+        ["--decode-attention-backend=fa3"],
+        ["--speculative-draft-attention-backend=triton"],
+    ],
+)
 def test_a_backend_that_is_named_is_kept(words):
     options, kept = open_options(params_with(extra_args=words), 1, H200)
     assert not any(option.group == "attention backend" for option in options)
