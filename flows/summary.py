@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tasks.benchmark.drawing import by_draft
+from tasks.benchmark.rows import by_draft
 from tasks.benchmark.wording import number, requests
 from tasks.common.benchmark_names import OURS
 from tasks.common.files import ARTIFACTS, REPORTS, read_json

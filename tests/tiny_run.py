@@ -24,6 +24,8 @@ TRAINED = {
     "checkpoint_every": 60,
     "evaluate_every": 150,
 }
+# A server small enough for two beside each other on a CPU.
+SERVED = {"context_length": 256, "max_total_tokens": 4096, "max_running_requests": 2}
 _PROMPTS, _PROMPT_TOKENS, _ANSWER_TOKENS = 8, 9, 48
 
 

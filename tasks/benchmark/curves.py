@@ -8,7 +8,6 @@ from tasks.benchmark.drawing import (
     QUIET,
     REST,
     Plot,
-    by_draft,
     concurrency_axis,
     legend_below,
     new_figure,
@@ -16,6 +15,7 @@ from tasks.benchmark.drawing import (
     style_of,
     write_csv,
 )
+from tasks.benchmark.rows import by_draft
 from tasks.benchmark.wording import label, ms, of_ours, requests
 from tasks.common.benchmark_names import BASELINE, OURS
 

@@ -1,4 +1,4 @@
-"""Which cells the plots show, how they look and what becomes of one: a PNG for a slide, its numbers as CSV, an SVG for the page."""
+"""How the plots look and what becomes of one: a PNG for a slide, its numbers as CSV, an SVG for the page."""
 
 import csv
 import io
@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tasks.common.benchmark_names import BASELINE, OURS, POOLED
+from tasks.common.benchmark_names import BASELINE, OURS
 from tasks.common.files import REPORTS, replacing, write_atomically
 
 PLOTS = REPORTS / "plots"
@@ -38,22 +37,6 @@ class Plot:
     about: str
     png: Path
     svg: str
-
-
-def by_draft(report: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Greedy cells of all sets together, by draft, in ascending order of concurrency; the exported draft is the first."""
-    cells = report["cells"]
-    names = {cell["set"] for cell in cells}
-    wanted = POOLED if POOLED in names else next(iter(names))
-    lowest = min(cell["temperature"] for cell in cells)
-    drafts = sorted(dict.fromkeys(cell["draft"] for cell in cells), key=lambda draft: draft != OURS)
-    return {
-        draft: sorted(
-            (c for c in cells if (c["draft"], c["set"], c["temperature"]) == (draft, wanted, lowest)),
-            key=lambda cell: cell["concurrency"],
-        )
-        for draft in drafts
-    }
 
 
 def write_csv(path: Path, rows: Sequence[dict]) -> None:

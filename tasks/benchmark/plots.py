@@ -10,13 +10,13 @@ from tasks.benchmark.drawing import (
     QUIET,
     REST,
     Plot,
-    by_draft,
     legend_below,
     new_figure,
     save,
     style_of,
     write_csv,
 )
+from tasks.benchmark.rows import by_draft
 from tasks.benchmark.wording import label, number, of_ours, requests
 from tasks.common.benchmark_names import BASELINE, OURS
 

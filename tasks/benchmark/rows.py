@@ -1,4 +1,4 @@
-"""Rows of the report's tables: by draft, set, concurrency and temperature; by domain; by length of the context; by answer."""
+"""Rows of the report's tables, made and picked: by draft, set, concurrency and temperature; by domain; by length of the context; by answer."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -13,6 +13,7 @@ from tasks.benchmark.figures import (
     stream_speed,
 )
 from tasks.common.acceptance import Acceptance, pool
+from tasks.common.benchmark_names import OURS, POOLED
 from tasks.common.sglang_client import Completion
 from tasks.common.traffic import Pass, speed
 
@@ -51,6 +52,22 @@ def cell(of: Comparison, steps: int) -> dict:
 def cell_rows(report: dict) -> list[dict]:
     """The cells as flat rows: reports/benchmark_cells.csv."""
     return [dict(_flat(row)) for row in report["cells"]]
+
+
+def by_draft(report: dict) -> dict[str, list[dict]]:
+    """Greedy cells of all sets together, by draft, in ascending order of concurrency; the exported draft is the first."""
+    cells = report["cells"]
+    names = {cell["set"] for cell in cells}
+    wanted = POOLED if POOLED in names else next(iter(names))
+    lowest = min(cell["temperature"] for cell in cells)
+    drafts = sorted(dict.fromkeys(cell["draft"] for cell in cells), key=lambda draft: draft != OURS)
+    return {
+        draft: sorted(
+            (c for c in cells if (c["draft"], c["set"], c["temperature"]) == (draft, wanted, lowest)),
+            key=lambda cell: cell["concurrency"],
+        )
+        for draft in drafts
+    }
 
 
 def by_domain(pairs: Sequence[Pair], steps: int) -> list[dict]:

@@ -15,7 +15,7 @@ from tasks.common.files import read_json, write_json
 from tasks.common.params import Params
 from tasks.common.server_session import port_is_free
 from tests.ports import free_port_pair
-from tests.tiny_run import AUX, TRAINED, train_tiny_draft
+from tests.tiny_run import AUX, SERVED, TRAINED, train_tiny_draft
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,12 +33,7 @@ def params(tmp_path_factory, tiny_model_folder) -> Params:
             "target": {"model": str(tiny_model_folder)},
             "contract": {"aux_layer_ids": AUX},
             "train_draft": TRAINED,
-            "serve": {
-                "port": free_port_pair(),
-                "context_length": 256,
-                "max_total_tokens": 4096,
-                "max_running_requests": 2,
-            },
+            "serve": SERVED | {"port": free_port_pair()},
             "benchmark": {"num_prompts": 4, "max_new_tokens": 16, "warmup_prompts": 1, "concurrency": [1, 2]},
         }
         made = Params.model_validate(sections)

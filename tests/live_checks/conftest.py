@@ -15,7 +15,7 @@ from tasks.common.server_plan import ServerPlan, Setting
 from tasks.common.speculative_plan import EXPORT, speculative_plan
 from tasks.doctor.examine import Request, examine
 from tests.ports import free_port_pair
-from tests.tiny_run import AUX, TRAINED, train_tiny_draft
+from tests.tiny_run import AUX, SERVED, TRAINED, train_tiny_draft
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,7 @@ def tiny_run(tmp_path_factory, tiny_model_folder) -> Iterator[TinyRun]:
             "target": {"model": str(tiny_model_folder)},
             "contract": {"aux_layer_ids": AUX},
             "train_draft": TRAINED,
-            "serve": {
-                "port": free_port_pair(),
-                "context_length": 256,
-                "max_total_tokens": 2048,
-                "max_running_requests": 2,
-            },
+            "serve": SERVED | {"port": free_port_pair()},
         }
     )
     with pytest.MonkeyPatch.context() as patch:
