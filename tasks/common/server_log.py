@@ -14,7 +14,7 @@ _PHASES = (
     (re.compile(r"server_args="), "importing SGLang in the scheduler"),
 )
 FIRST_PHASE = "importing SGLang"
-_DRAFT_GRAPH = re.compile(r"Capture draft (decode|extend) CUDA graph begin")
+_GRAPH_OF_ROUND = re.compile(r"Capture (target verify|draft extend) .*begin")
 # A traceback alone is no sign: SGLang logs some and lives on.
 _FATAL = re.compile(
     r"(Scheduler|DataParallelController|TokenizerManager|DetokenizerManager) hit an exception|[Rr]eceived sigquit|"
@@ -103,20 +103,20 @@ class LogReader:
         self._file = path.open(encoding="utf-8", errors="replace")
         self.phase = FIRST_PHASE
         self.is_lost = False
-        self._draft_graphs: set[str] = set()
+        self._graphs: set[str] = set()
 
     def read_on(self) -> None:
         """Take in what was written since the last call."""
         for line in self._file:
             self.phase = next((phase for pattern, phase in _PHASES if pattern.search(line)), self.phase)
             self.is_lost = self.is_lost or bool(_FATAL.search(line))
-            self._draft_graphs.update(_DRAFT_GRAPH.findall(line))
+            self._graphs.update(_GRAPH_OF_ROUND.findall(line))
 
     @property
     def warning(self) -> str:
         """What makes a server that is ready slower than it need be; empty where nothing is known to."""
         # SGLang leaves that graph out without a word for attention backends that it does not list: up to 0.5.22 for fa3.
-        return _NO_EXTEND_GRAPH if self._draft_graphs == {"decode"} else ""
+        return _NO_EXTEND_GRAPH if self._graphs == {"target verify"} else ""
 
     def close(self) -> None:
         self._file.close()

@@ -19,6 +19,7 @@ _CONNECT_TIMEOUT_S, _ANSWER_TIMEOUT_S, _INFO_TIMEOUT_S = 10, 3600, 60
 # As many as benchmark.concurrency may name: one beyond them would be opened anew for each request, in its time to first token.
 _CONNECTIONS = 1024
 _FLUSH_S = 10
+_AT_ONCE_S = 1
 
 
 @dataclass(frozen=True)
@@ -223,15 +224,17 @@ class SGLangClient:
                 yield piece
 
     def _send(self, method: str, path: str, **kwargs: Any) -> "requests.Response":
-        """Once more where a connection ended before a byte of the answer: a server closes those that were idle for seconds
-        (SGLANG_TIMEOUT_KEEP_ALIVE), and may do so as the request is on its way. A server that died refuses the second one."""
+        """Once more where the connection was closed at once: a server closes those that were idle for seconds
+        (SGLANG_TIMEOUT_KEEP_ALIVE), and may do so as the request is on its way. What breaks off later had begun."""
         import requests
         from urllib3.exceptions import ProtocolError
 
+        started = time.perf_counter()
         try:
             return self._http.request(method, self.url + path, **kwargs)
         except requests.ConnectionError as error:
-            if not isinstance(error.args[0], ProtocolError):  # it was never connected
+            was_connected = isinstance(error.args[0], ProtocolError)
+            if not was_connected or time.perf_counter() - started > _AT_ONCE_S:
                 raise
             self._http.close()  # the others that are idle; what is in flight goes on
             return self._http.request(method, self.url + path, **kwargs)

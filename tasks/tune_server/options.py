@@ -112,9 +112,8 @@ def _attention(device: Device, is_latent: bool) -> Iterator[Option]:
         names.append("fa3")
     for name in names:
         yield Option(name, ATTENTION, ("--attention-backend", name), chains_only=name == "trtllm_mha")
-    if (
-        "fa3" in names
-    ):  # up to 0.5.22 SGLang captures no CUDA graph of the draft's pass over the accepted tokens with it
+    if "fa3" in names:
+        # Up to 0.5.22 SGLang captures no CUDA graph of the draft's pass over the accepted tokens with it.
         mixed = ("--attention-backend", "fa3", "--speculative-draft-attention-backend", "triton")
         yield Option("fa3, the draft on triton", ATTENTION, mixed)
 

@@ -304,6 +304,12 @@ def test_a_start_that_is_killed_leaves_a_record_that_names_it(tmp_path):
     server.stop()
 
 
+def test_what_makes_a_ready_server_slow_is_told(tmp_path, capfd):
+    captured = "print('[2026-12-01 02:59:15] Capture target verify CUDA graph begin. backend=full', flush=True)\n"
+    with scripted(captured + answers("pass"), tmp_path):
+        assert "--speculative-draft-attention-backend triton" in capfd.readouterr().err
+
+
 def test_a_server_that_dies_in_use_is_told_with_its_exit_code_and_its_log(tmp_path):
     """It lets go of its port and its connections a little before it is dead."""
     deed = (

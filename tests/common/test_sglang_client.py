@@ -2,7 +2,10 @@
 
 import json
 import threading
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -13,10 +16,39 @@ from tasks.common.sglang_client import SGLangClient
 DONE = {"finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 3, "cached_tokens": 0}
 
 
+@contextmanager
+def serving(handler: type[BaseHTTPRequestHandler], **attributes) -> Iterator[ThreadingHTTPServer]:
+    """A server that answers by `handler`, and what it is to keep count of."""
+    silent = type("Silent", (handler,), {"protocol_version": "HTTP/1.1", "log_message": lambda *_: None})
+    kind = type("Serving", (_Counting,), {"daemon_threads": True, "request_queue_size": 512} | attributes)
+    server = kind(("127.0.0.1", 0), silent)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+class _Counting(ThreadingHTTPServer):
+    opened = 0
+
+    def get_request(self):
+        self.opened += 1
+        return super().get_request()
+
+
+def reply(handler: BaseHTTPRequestHandler, body: bytes, kind: str = "application/json") -> None:
+    handler.send_response(200)
+    handler.send_header("Content-Type", kind)
+    handler.send_header("Content-Length", str(len(body)))
+    handler.end_headers()
+    handler.wfile.write(body)
+
+
 @pytest.fixture
 def prefill():
     """`prefill(meta, ...)`: prefill a request for each of these `meta_info`, which answer them; returns what was asked."""
-    servers = []
 
     def run(*metas: dict) -> dict:
         asked = []
@@ -25,26 +57,16 @@ def prefill():
             def do_POST(self):
                 asked.append((self.path, json.loads(self.rfile.read(int(self.headers["Content-Length"])))))
                 answer = [{"meta_info": {"id": f"request-{n}"} | meta} for n, meta in enumerate(metas)]
-                self.send_response(200)
-                self.send_header("Content-Type", "application/json")
-                self.end_headers()
-                self.wfile.write(json.dumps(answer).encode())
+                reply(self, json.dumps(answer).encode())
 
-            def log_message(self, *_):
-                pass
-
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Answers))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        client = SGLangClient(f"http://127.0.0.1:{servers[-1].server_port}")
-        client.prefill([[5, 6, 7]] * len(metas), [f"request-{n}" for n in range(len(metas))])
+        with serving(Answers) as server:
+            client = SGLangClient(f"http://127.0.0.1:{server.server_port}")
+            client.prefill([[5, 6, 7]] * len(metas), [f"request-{n}" for n in range(len(metas))])
         [(path, body)] = asked
         assert path == "/generate"
         return body
 
-    yield run
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    return run
 
 
 def test_whole_sequences_are_asked_in_one_request_under_their_ids(prefill):
@@ -71,36 +93,16 @@ def test_a_request_that_was_aborted_is_named_with_the_reason(prefill):
 
 @pytest.fixture
 def crowd():
-    """A server that answers when so many requests wait for it, and keeps count of the connections that it was opened."""
+    """A server that answers when so many requests wait for it."""
     waiting = threading.Barrier(300)
 
     class Answers(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
         def do_GET(self):
             waiting.wait(timeout=60)
-            body = b'{"model_path": "target"}'
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            reply(self, b'{"model_path": "target"}')
 
-        def log_message(self, *_):
-            pass
-
-    class Counting(ThreadingHTTPServer):
-        request_queue_size, daemon_threads, block_on_close, opened = 512, True, False, 0
-
-        def get_request(self):
-            self.opened += 1
-            return super().get_request()
-
-    server = Counting(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    with serving(Answers) as server:
+        yield server
 
 
 def test_hundreds_of_users_ask_on_the_connections_that_they_have(crowd):
@@ -112,47 +114,41 @@ def test_hundreds_of_users_ask_on_the_connections_that_they_have(crowd):
     assert crowd.opened == 300
 
 
-@pytest.fixture
-def forgetful():
-    """A server that answers one request on a connection, and closes it as the next one arrives; it counts what it answered."""
+class AnswersOnce(BaseHTTPRequestHandler):
+    """One request on a connection; it closes it as the next one arrives, after `server.delay_s`."""
 
-    class Answers(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        is_used = False
+    is_used = False
 
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            if self.is_used:
-                self.close_connection = True
-                return
-            self.is_used = True
-            self.server.answered += 1
-            piece = {"text": "", "output_ids": [7], "meta_info": DONE | {"weight_version": "", "completion_tokens": 1}}
-            body = json.dumps(piece).encode()
-            body = b"data: " + body + b"\n\n" if self.server.streams else body
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream" if self.server.streams else "application/json")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    class Counting(ThreadingHTTPServer):
-        daemon_threads, answered, streams = True, 0, False
-
-    server = Counting(("127.0.0.1", 0), Answers)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if self.is_used:
+            time.sleep(self.server.delay_s)
+            self.close_connection = True
+            return
+        self.is_used = True
+        self.server.answered += 1
+        piece = {"text": "", "output_ids": [7], "meta_info": DONE | {"weight_version": "", "completion_tokens": 1}}
+        body = json.dumps(piece).encode()
+        if self.server.streams:
+            reply(self, b"data: " + body + b"\n\n", "text/event-stream")
+        else:
+            reply(self, body)
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_connection_that_was_closed_as_it_idled_costs_no_answer(forgetful, streams):
-    forgetful.streams = streams
-    client = SGLangClient(f"http://127.0.0.1:{forgetful.server_port}")
-    for _ in range(3):
-        assert client.generate([5], {}, stream=streams).output_ids == [7]
-    assert forgetful.answered == 3
+def test_a_connection_that_was_closed_as_it_idled_costs_no_answer(streams):
+    with serving(AnswersOnce, answered=0, streams=streams, delay_s=0) as server:
+        client = SGLangClient(f"http://127.0.0.1:{server.server_port}")
+        for _ in range(3):
+            assert client.generate([5], {}, stream=streams).output_ids == [7]
+        assert server.answered == 3
+
+
+def test_an_answer_that_breaks_off_after_a_while_is_not_asked_for_again():
+    """Its time would count as the second one's, and of a request under an id of its own the first may still run."""
+    with serving(AnswersOnce, answered=0, streams=False, delay_s=1.5) as server:
+        client = SGLangClient(f"http://127.0.0.1:{server.server_port}")
+        client.generate([5], {})
+        with pytest.raises(DraftlineError, match=r"no answer: .*Remote end closed connection"):
+            client.generate([5], {})
+        assert server.answered == 1
