@@ -25,6 +25,7 @@ from tasks.benchmark.summary import compared, headline_comparison, summarise
 from tasks.common.files import REPORTS, write_json
 from tasks.common.forms import Form, read_form
 from tasks.common.headline import headline
+from tasks.common.machine import machine
 from tasks.common.measured_draft import identities
 from tasks.common.params import Params
 from tasks.common.stage import run_stage
@@ -42,7 +43,7 @@ class _Trained(Form):
 
 def main(params: Params, tracker: Tracker) -> None:
     arms, loads = arms_of(params), loads_of(params)
-    predicted, identity = prediction(params), identities()
+    predicted, identity = prediction(params), identities() | {"machine": machine(params.target.device)}
 
     with Partial(params, earlier=(REPORT, PAGE, CELLS, PROMPTS, *PLOTS.glob("*"))) as partial:
         measured = measure(arms, loads, params, partial)

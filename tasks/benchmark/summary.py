@@ -14,7 +14,6 @@ from tasks.common.advice_reports import measured_step_share, scaling_fit
 from tasks.common.benchmark_names import BASELINE, HELDOUT, OURS
 from tasks.common.break_even import advice
 from tasks.common.files import sha256_json
-from tasks.common.machine import machine
 from tasks.common.measured_draft import params_sha256
 from tasks.common.params import Params
 from tasks.common.traffic import Pass, speed
@@ -32,7 +31,7 @@ def summarise(
 
     Args:
         predicted: acceptance length that train_draft predicted from held-out answers; None where other questions are asked.
-        identity: hashes of target and draft, for the settings.
+        identity: hashes of target and draft, and the machine, for the settings.
 
     Raises:
         DraftlineError: no speculation ran (S4).
@@ -143,7 +142,6 @@ def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict
         "servers": "side by side, asked in turn" if measured.side_by_side else "one after the other (no room for all)",
         "device": params.target.device,
         "dtype": params.target.dtype,
-        "machine": machine(params.target.device),
         "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "conditions": shown(measured.infos),
     }

@@ -75,12 +75,23 @@ class ServerGpus:
     def prove_given_back(self) -> None:
         """Wait until the memory that the server took is free again, and show it.
 
+        A driver that has failed since is said and no more: what was measured by now is worth more than this proof, and the next
+        server does not start without the driver.
+
         Raises:
             DraftlineError: it is not.
         """
         deadline = time.monotonic() + _RELEASE_S
         while True:
-            now = self._memory()
+            try:
+                now = self._memory()
+            except DraftlineError as error:
+                print(
+                    f"whether the GPU memory of the {self._plan.kind} server came back is not known: {error}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                return
             kept = {i: used for i, used in now.items() if i in self.held and self._has_grown(i, used)}
             if not kept or time.monotonic() > deadline:
                 break

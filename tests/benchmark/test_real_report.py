@@ -39,7 +39,7 @@ def summarised() -> dict:
     ]
     asked = {"sets": {"maths": "m", "code": "c"}, "concurrency": (1, 4), "temperatures": (0, 1)}
     measured = Measured(tuple(passes), {name: {"tp_size": 1} for name in NAMES}, side_by_side=True)
-    identity = {"target_sha256": "1" * 64, "draft_sha256": "2" * 64}
+    identity = {"target_sha256": "1" * 64, "draft_sha256": "2" * 64, "machine": "2 cores"}
     params = Params.model_validate({"benchmark": asked})
     return json.loads(json.dumps(summarise(measured, arms, params, None, identity)))
 

@@ -28,12 +28,13 @@ def arm(name, draft=None) -> Arm:
 ARMS = [arm("baseline"), arm("speculative", Path("ours")), arm("theirs", Path("their"))]
 
 
-def report(passes, side_by_side=True, **settings):
+def report(passes, side_by_side=True, device="cpu", **settings):
     names = {one.arm for one in passes}
     measured = Measured(tuple(passes), {name: {"tp_size": 1, "port": 3} for name in names}, side_by_side)
     arms = [one for one in ARMS if one.name in names]
     predicted = None if "sets" in settings else 2.0
-    return summarise(measured, arms, Params.model_validate({"benchmark": settings}), predicted, {})
+    params = Params.model_validate({"target": {"device": device}, "benchmark": settings})
+    return summarise(measured, arms, params, predicted, {"machine": "2 cores"})
 
 
 def both(of, plain=PLAIN, drafted=DRAFTED, drafts=("speculative",)):
@@ -149,8 +150,16 @@ def test_the_speed_up_is_the_ratio_of_the_speeds_beside_it_also_where_a_repeat_w
 def test_a_report_says_when_and_on_what_it_was_measured_and_how_many_prompts_were_asked_for():
     settings = report(both(load(2)), num_prompts=5)["settings"]
     assert (settings["num_prompts"], settings["prompts"]) == (5, 2)
-    assert re.fullmatch(r".+, \d+ cores?", settings["machine"])
+    assert settings["machine"] == "2 cores"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", settings["measured"])
+
+
+def test_a_driver_that_fails_once_all_is_measured_costs_no_report(tmp_path, monkeypatch):
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\nexit 9\n")
+    driver.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert report(both(load(1)), device="cuda")["settings"]["machine"] == "2 cores"
 
 
 def test_a_report_says_what_was_asked_for_in_params_yaml():

@@ -114,6 +114,24 @@ def test_memory_that_does_not_come_back_is_an_error(driver, gpus_of, capsys):
     assert capsys.readouterr().err == "GPU memory in use: 4, 9000 MiB\n"
 
 
+def test_a_driver_that_fails_when_a_server_has_ended_costs_no_measurement(driver, gpus_of, monkeypatch, capsys):
+    def fail() -> dict[int, int]:
+        raise DraftlineError("nvidia-smi: no answer")
+
+    gpus = gpus_of()
+    driver(4)
+    gpus.require_idle()
+    driver(9000)
+    gpus.ready()
+    monkeypatch.setattr("tasks.common.gpu.memory_used_mib", fail)
+    gpus.prove_given_back()
+    assert (
+        "the GPU memory of the baseline server came back is not known: nvidia-smi: no answer" in capsys.readouterr().err
+    )
+    with pytest.raises(DraftlineError):
+        gpus.require_idle()
+
+
 def test_memory_of_a_neighbours_gpu_is_not_this_servers(driver, gpus_of):
     """Servers of several ranks start side by side on one host: all GPUs fill up at once."""
     gpus = gpus_of(2, 2)
