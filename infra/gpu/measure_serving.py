@@ -5,8 +5,8 @@
 
 Makes a project of its own in --work: params.yaml, the prepared target, the draft as its export. --sets is a folder of JSONL files
 of questions, a set a file, which the benchmark asks; --heldout one of other prompts, by which tuner and profile go. Parts run
-in the order of --parts, each ends at its limit, and what it has written stays: a later call with other --parts goes on in the
-same --work. The best plan of a tuner that ended well is what the parts behind it serve. Nothing is fetched. On a CPU the same
+in the order of --parts, each ends at its limit, and what it has written stays until the same part runs again: a later call
+goes on in the same --work. The best plan of a tuner that ended well is what the parts behind it serve. Nothing is fetched. On a CPU the same
 with `--device cpu --dtype float32 --extra-args=""`.
 """
 
@@ -24,13 +24,14 @@ import yaml
 
 from infra.gpu.places import ROOT
 from infra.gpu.served_acceptance import read_sets
-from tasks.common.contract import Contract
+from tasks.common.draft_checks.record import RECORD, recorded_contract
+from tasks.common.errors import DraftlineError
 from tasks.common.files import REPORTS, read_json, write_atomically, write_json
 from tasks.common.params import PARAMS, Params
 from tasks.common.responses import RESPONSES, Response
 from tasks.common.server_session import reap_stale_servers
 from tasks.common.speculative_plan import EXPORT
-from tasks.common.stage import exit_on_signals
+from tasks.common.stage import ending_in_words
 from tasks.common.target import TARGET
 from tasks.common.versions import VERSIONS, result_versions
 from tasks.prepare_target.prepare import prepare_target
@@ -44,8 +45,12 @@ _GRACE_S = 60
 
 
 def main() -> None:
-    exit_on_signals()
     args = _arguments()
+    with ending_in_words("measure_serving"):
+        _measure(args)
+
+
+def _measure(args: argparse.Namespace) -> None:
     args.work.mkdir(parents=True, exist_ok=True)
     os.chdir(args.work)
     _make_project(args)
@@ -109,10 +114,14 @@ def _make_project(args: argparse.Namespace) -> None:
     if PROJECT.exists():
         if (earlier := read_json(PROJECT)) != project:
             differing = [name for name in project if earlier.get(name) != project[name]]
-            raise SystemExit(f"{args.work} was made with other values of {', '.join(differing)}: name another --work.")
+            raise DraftlineError(
+                f"{args.work} was made with other values of {', '.join(differing)}: name another --work."
+            )
         return
     # Not the config's ids, which an engine may count otherwise than the contract counts outputs of layers.
-    contract = Contract.model_validate(read_json(args.draft / "draftline.json")["contract"])
+    contract = recorded_contract(args.draft)
+    if contract is None:
+        raise DraftlineError(f"--draft {args.draft}: holds no {RECORD}, which every export of Draftline does.")
     params = Params.model_validate(
         {
             "target": {"model": str(args.target), "device": args.device, "dtype": args.dtype},

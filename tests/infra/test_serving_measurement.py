@@ -60,7 +60,7 @@ def test_the_project_is_the_products_own_and_tunes_on_other_prompts_than_it_meas
     monkeypatch.chdir(tmp_path)
     other = arguments(dtype="bfloat16")
     monkeypatch.chdir(tmp_path / "work")
-    with pytest.raises(SystemExit, match="other values of dtype"):
+    with pytest.raises(DraftlineError, match="other values of dtype"):
         measure_serving._make_project(other)
 
 
