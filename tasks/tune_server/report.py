@@ -66,7 +66,7 @@ def report(
 
 
 def comparison(search: Search, params: Params) -> list[dict]:
-    """The best and what it is compared with: a row each, of the latest rung in which it was measured."""
+    """The best and what it is compared with: a row each, of the latest rung that it was asked all repeats in."""
     rows = {"best": search.best} if search.has_compared else {}
     rows |= {name: search.trials.get(candidate, Trial(candidate)) for name, candidate in search.space.rows.items()}
     alike = _alike(search)
@@ -94,10 +94,11 @@ def verdict(search: Search) -> str:
     current = search.trials.get(search.space.rows[CURRENT])
     if current and current.last and current is not best:
         said.append(_beside(best, current))
-    if alike := _alike(search):
+    if (alike := _alike(search)) and (both := best.beside(alike)):
+        of_best, of_alike = both
         said.append(
-            f"Its settings make the plain server {alike.last.speedup:.2f} times as fast as well: of the draft itself are "
-            f"{best.last.speedup / alike.last.speedup:.2f} times."
+            f"Its settings make the plain server {of_alike.speedup:.2f} times as fast as well{_rung(best, of_best)}: of the draft "
+            f"itself are {of_best.speedup / of_alike.speedup:.2f} times."
         )
     return " ".join([*said, *filter(None, [search.shortage])])
 
@@ -213,9 +214,13 @@ def _beside(best: Trial, current: Trial) -> str:
     if not (both := best.beside(current)):
         return f"With the current parameters it is {current.last.speedup:.2f} times; no rung asked all repeats of both."
     of_best, of_current = both
-    rung = "" if of_best is best.last else f" in rung {of_best.rung}, where the best was {of_best.speedup:.2f}"
     apart = "" if best.is_above(current) or current.is_above(best) else ", within the spread"
-    return f"With the current parameters it is {of_current.speedup:.2f} times{rung}{apart}."
+    return f"With the current parameters it is {of_current.speedup:.2f} times{_rung(best, of_best)}{apart}."
+
+
+def _rung(best: Trial, of_best: Result) -> str:
+    """Which one is spoken of, where it is not the best one's latest."""
+    return "" if of_best is best.last else f" in rung {of_best.rung}, where the best was {of_best.speedup:.2f}"
 
 
 def _spread(result: Result) -> str:

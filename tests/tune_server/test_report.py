@@ -111,6 +111,21 @@ def test_what_settings_do_for_the_plain_server_too_is_not_the_drafts():
     )
 
 
+def test_the_drafts_own_share_is_of_a_rung_that_both_were_in_and_else_not_said():
+    found = search(gpu=Device((9, 0)), effect={"triton": 1.3})
+    best = found.best
+    alike, common = found.trials[Candidate(None, best.candidate.options)], best.results[0]
+    assert best.last.rung > common.rung
+    later = replace(alike.last, rung=99)
+    alike.results[:] = [replace(later, rung=common.rung, ratios=(1.1, 1.2, 1.3)), later]
+    assert (
+        f"the plain server 1.20 times as fast as well in rung {common.rung}, where the best was {common.speedup:.2f}: of the draft "
+        f"itself are {common.speedup / 1.2:.2f} times."
+    ) in verdict(found)
+    alike.results[:] = [later]
+    assert "Its settings" not in verdict(found)
+
+
 @pytest.mark.parametrize(("lowest", "said"), [(0.5, ", within the spread"), (0.999, "")])
 def test_a_best_that_its_spread_does_not_tell_from_the_current_one_is_said_to_be_so(lowest, said):
     found = search(ratio=0.3)
