@@ -142,6 +142,7 @@ def _settings(measured: Measured, params: Params, pairs: Sequence[Pair]) -> dict
         "servers": "side by side, asked in turn" if measured.side_by_side else "one after the other (no room for all)",
         "device": params.target.device,
         "dtype": params.target.dtype,
+        "extra_args": list(params.serve.extra_args),
         "measured": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "conditions": shown(measured.infos),
     }

@@ -13,7 +13,7 @@ from tasks.common.forms import Form, read_form
 
 _Share = Annotated[float, Field(ge=0)]
 # Of the settings of a report: what the time of a draft's step depends on.
-_OF_A_STEP = ("target_sha256", "draft_sha256", "device", "dtype", "machine")
+_OF_A_STEP = ("target_sha256", "draft_sha256", "device", "dtype", "machine", "version", "extra_args")
 
 
 def measured_step_share(
@@ -26,7 +26,8 @@ def measured_step_share(
 
     Args:
         settings: of the report that is advised on: the same target and draft must have been measured, on the same device and
-            machine, in the same dtype.
+            machine, in the same dtype, by the same version of the engine with the same flags. (The tuner's line is of servers
+            without options: its settings have the flags of params.yaml alone.)
 
     Returns:
         None where neither report has it for these settings and this number of requests, steps and top-k; where one of them cannot

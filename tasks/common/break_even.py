@@ -130,7 +130,7 @@ def _fewer_steps(
     if draft_step_share is None:
         return (
             "Whether fewer draft steps would pay more is not known: how much of a round one step takes was not measured at this "
-            "number of requests (`python -m tasks.tune_server` and `python -m tasks.profile_server` do)."
+            "number of requests with these flags (`python -m tasks.tune_server` and `python -m tasks.profile_server` do)."
         )
     promised = [
         # A round holds a forward of the target, as a plain step does.

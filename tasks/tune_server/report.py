@@ -58,7 +58,7 @@ def report(
         "comparison": comparison(search, params),
         "round_time": _round_time(search),
         "verdict": verdict(search),
-        "advice": _advice(search.best, search, settings, concurrency, folder) if search.best else [],
+        "advice": _advice(search.best, search, params, settings, concurrency, folder) if search.best else [],
         "candidates": [_row(trial, params) for trial in search.in_order],
         "notes": list(search.space.notes),
         "settings": settings,
@@ -150,12 +150,15 @@ def _alike(search: Search) -> Trial | None:
     return trial if trial and trial.last else None
 
 
-def _advice(trial: Trial, search: Search, settings: Mapping, concurrency: int, folder: Path) -> list[str]:
+def _advice(
+    trial: Trial, search: Search, params: Params, settings: Mapping, concurrency: int, folder: Path
+) -> list[str]:
     result, shape = trial.last, trial.candidate.shape
     if line := search.prediction.round_time:
         share = line.step_share(shape.steps)
     else:
-        share = measured_step_share(concurrency, shape.steps, shape.topk, settings, folder)
+        own = settings | {"extra_args": list(trial.candidate.params(params).serve.extra_args)}
+        share = measured_step_share(concurrency, shape.steps, shape.topk, own, folder)
     return advice(
         result.accept_length,
         result.survival,

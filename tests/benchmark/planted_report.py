@@ -84,6 +84,7 @@ def planted_report(
             "servers": "side by side, asked in turn",
             "device": "cuda",
             "dtype": "bfloat16",
+            "extra_args": [],
             "machine": "NVIDIA H200, 16 cores",
             "measured": "2026-11-30 20:16 UTC",
             "conditions": {

@@ -272,7 +272,7 @@ def test_a_damaged_file_that_feeds_the_advice_alone_costs_a_sentence_of_it(tmp_p
     assert len(advice) == 1 and f"reports/{name}" in advice[0] and "Make it again, or remove it." in advice[0]
 
 
-@pytest.mark.parametrize("name", ["machine", "draft_sha256", "steps"])
+@pytest.mark.parametrize("name", ["machine", "draft_sha256", "steps", "version", "extra_args"])
 def test_the_advice_takes_a_steps_time_from_a_profile_of_the_same_draft_on_the_same_machine(
     tmp_path, monkeypatch, name
 ):

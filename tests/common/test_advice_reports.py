@@ -12,6 +12,8 @@ GPU = {
     "device": "cuda",
     "dtype": "bfloat16",
     "machine": "NVIDIA H200, 16 cores",
+    "version": "0.5.16",
+    "extra_args": ["--attention-backend", "fa3"],
 }
 
 

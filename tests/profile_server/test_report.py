@@ -1,6 +1,7 @@
 """What is made of a profile: reports/profile.json and the tables, from the cut-outs of real traces of an H200."""
 
 import json
+from importlib.metadata import version
 
 import pytest
 
@@ -36,7 +37,7 @@ def test_the_gpu_is_idle_for_what_its_kernels_leave_of_the_step_without_the_prof
 
 
 def test_advice_on_this_target_draft_and_machine_reads_it(found, tmp_path):
-    settings = IDENTITY | {"device": "cpu", "dtype": "float32"}
+    settings = IDENTITY | {"device": "cpu", "dtype": "float32", "version": version("sglang"), "extra_args": []}
     (tmp_path / "profile.json").write_text(json.dumps(found))
     assert measured_step_share(1, 3, 1, settings, tmp_path) > 0
 

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,12 @@ PARAMS = Params.model_validate(
 )
 
 IDENTITY = {"target_sha256": "1" * 64, "draft_sha256": "2" * 64, "machine": machine("cpu")}
-WITH = IDENTITY | {"device": "cpu", "dtype": "float32"}
+WITH = IDENTITY | {
+    "device": "cpu",
+    "dtype": "float32",
+    "version": version("sglang"),
+    "extra_args": ["--stream-interval", "2"],
+}
 
 
 def search(params: Params = PARAMS, gpu: Device = Device(None), **bench) -> Search:  # noqa: B008
