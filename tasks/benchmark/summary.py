@@ -98,16 +98,17 @@ def _advice(comparisons: Sequence[Comparison], of_set: str, params: Params, sett
         if (one.draft, one.name, one.load.temperature) != (OURS, of_set, 0):
             continue
         concurrency = one.load.concurrency
+        low, high = one.speedup_interval
         verdict, *more = advice(
             one.acceptance.accept_length,
             one.acceptance.survival(serve.num_steps),
             serve.num_steps,
             one.break_even,
             topk=serve.eagle_topk,
+            is_faster=low > 1,
             draft_step_share=measured_step_share(concurrency, serve.num_steps, serve.eagle_topk, settings),
             scaling=scaling,
         )
-        low, high = one.speedup_interval
         unsure = f" (95 %: {low:.2f} to {high:.2f}), which is not told apart from 1" if low <= 1 <= high else ""
         verdicts[concurrency] = f"{verdict} Prefill included it is {one.speedup:.2f} times{unsure}."
         for sentence in more:

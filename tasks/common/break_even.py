@@ -84,6 +84,7 @@ def advice(
     break_even: float,
     *,
     topk: int = 1,
+    is_faster: bool = True,
     draft_step_share: float | str | None = None,
     scaling: Mapping[str, Any] | None = None,
 ) -> list[str]:
@@ -93,6 +94,7 @@ def advice(
         accept_length: reached, with `steps` draft steps.
         survival: by position, as many as `steps`.
         break_even: needed: time of a round over time of a plain step.
+        is_faster: whether the interval of the speed-up, prefill included, is above 1; else what was measured is said, and no verdict.
         draft_step_share: share of the round that one draft step takes, or None where it was not measured, or why it cannot be read
             (`advice_reports.measured_step_share`).
         scaling: reports/scaling.json (`advice_reports.scaling_fit`); None where there is none. Read are `tokens`, trained on, and
@@ -100,9 +102,8 @@ def advice(
     """
     speedup = accept_length / break_even
     if speedup >= 1:
-        found = [
-            f"You need {break_even:.2f}, you have {accept_length:.2f}: the draft pays, decoding is {speedup:.2f} times as fast."
-        ]
+        pays = "the draft pays, decoding is" if is_faster else "in these passes decoding was"
+        found = [f"You need {break_even:.2f}, you have {accept_length:.2f}: {pays} {speedup:.2f} times as fast."]
     else:
         found = [
             f"You need {break_even:.2f}, you have {accept_length:.2f}: a round takes as long as {break_even:.2f} plain steps, so "

@@ -131,6 +131,7 @@ def test_advice_calls_no_speed_up_one_that_the_passes_do_not_tell_from_1(times, 
     assert (low > 1) == is_sure
     unsure = f" (95 %: {low:.2f} to {high:.2f}), which is not told apart from 1."
     assert (unsure in found["advice"][0]) != is_sure
+    assert ("the draft pays" in found["advice"][0]) == is_sure
 
 
 def test_the_speed_up_is_the_ratio_of_the_speeds_beside_it_also_where_a_repeat_was_slow():
