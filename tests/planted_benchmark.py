@@ -8,7 +8,7 @@ from tasks.common.files import ARTIFACTS, REPORTS, sha256_json, write_json
 from tasks.common.measured_draft import params_sha256
 from tasks.common.params import Params
 
-_FIELDS = "prompt domain repeat answer_tokens verify_rounds correct_drafts accept_length baseline_tokens_per_s speculative_tokens_per_s speedup first_difference"
+_FIELDS = "prompt domain repeat answer_tokens baseline_tokens verify_rounds correct_drafts accept_length baseline_tokens_per_s speculative_tokens_per_s speedup first_difference"
 DRAFT = {"contract": {"target_sha256": "1" * 64}, "model_sha256": "2" * 64, "config_sha256": "3" * 64}
 SETTINGS = {
     "version": version("sglang"),
@@ -71,12 +71,18 @@ def bucket(tokens: str, accept_length: float, verify_rounds: int = 50) -> dict[s
 
 
 def write_benchmark(
-    parted: int | str = "", settings: dict[str, Any] | None = None, *, first: int | str = "", **changes: Any
+    parted: int | str = "",
+    settings: dict[str, Any] | None = None,
+    *,
+    first: int | str = "",
+    tokens: int = 24,
+    **changes: Any,
 ) -> None:
     """Write reports/benchmark.json and benchmark_prompts.csv, and the records of target and draft that they are of.
 
     Args:
         parted, first: token at which the second prompt's answers part, and the first one's.
+        tokens: of each answer with the draft; those of the plain server have 24.
         settings, changes: what is other than in a sound report.
     """
     report = {
@@ -98,7 +104,7 @@ def write_benchmark(
     counts = pooled() | report["speculative"]
     halves = [(n // 2, n - n // 2) for n in (counts["verify_rounds"], counts["correct_drafts"])]
     rows = [
-        [f"chat-{number}", "chat", 0, 24, rounds, correct, 2.5, 10, 15, 1.5, at]
+        [f"chat-{number}", "chat", 0, tokens, 24, rounds, correct, 2.5, 10, 15, 1.5, at]
         for number, (rounds, correct, at) in enumerate(zip(*halves, (first, parted), strict=True), 1)
     ]
     with (REPORTS / "benchmark_prompts.csv").open("w", newline="") as file:

@@ -125,6 +125,7 @@ def prompt_rows(pairs: Sequence[Pair]) -> list[dict]:
             "repeat": pair.repeat,
             "prompt_tokens": pair.speculative.prompt_tokens,
             "answer_tokens": len(pair.speculative.output_ids),
+            "baseline_tokens": len(pair.baseline.output_ids),
             "finish_reason": pair.speculative.finish_reason,
             "verify_rounds": pair.speculative.verify_rounds,
             "correct_drafts": pair.speculative.correct_drafts,

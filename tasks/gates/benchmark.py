@@ -155,8 +155,8 @@ def _apart(report: dict[str, Any], cell: dict[str, Any]) -> float:
 
 
 def _same_beginning(prompts: pd.DataFrame) -> float:
-    """Share of the answers' first tokens that stand before the first difference."""
-    beginnings = prompts["answer_tokens"].clip(1, _BEGINNING)
+    """Share of the answers' first tokens, of the longer one's of each pair, that stand before the first difference."""
+    beginnings = prompts[["answer_tokens", "baseline_tokens"]].max(axis=1).clip(1, _BEGINNING)
     return float((prompts["first_difference"].fillna(_BEGINNING).clip(0, beginnings)).sum() / beginnings.sum())
 
 

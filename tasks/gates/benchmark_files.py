@@ -18,6 +18,7 @@ _TEXTS = ("prompt", "domain")
 _NUMBERS = (
     "repeat",
     "answer_tokens",
+    "baseline_tokens",
     "verify_rounds",
     "correct_drafts",
     "baseline_tokens_per_s",

@@ -219,6 +219,12 @@ def test_rows_of_the_tables_share_their_columns():
     assert [(row["prompt"], row["repeat"], row["accept_length"]) for row in rows] == [("q0", r, 2.5) for r in range(3)]
 
 
+def test_the_row_of_an_answer_has_both_servers_lengths():
+    passes = both(load(1), drafted=completion(2, 1.0, (0, 1)))
+    row = prompt_rows(headline_comparison(compared(passes, ARMS)).pairs)[0]
+    assert (row["answer_tokens"], row["baseline_tokens"], row["first_difference"]) == (2, 10, 2)
+
+
 def test_what_was_measured_before_a_crash_is_kept_and_marked(tmp_path):
     path = tmp_path / "partial.json"
     with pytest.raises(RuntimeError), Partial(Params(), path) as partial:

@@ -179,6 +179,11 @@ def test_text_that_parts_at_the_first_drafted_token_fails_in_half_precision(writ
     assert judge_benchmark(target={"dtype": "bfloat16"}).error == ""
 
 
+def test_answers_that_a_draft_server_ends_after_a_token_are_no_equal_beginnings(write, judge_benchmark):
+    write(first=1, parted=1, tokens=1, lossless=False, settings={"dtype": "bfloat16"})
+    assert judge_benchmark(target={"dtype": "bfloat16"}).outcome("failed") == [BEGINNING]
+
+
 @pytest.mark.parametrize(("prompts", "severity"), [(1, "warning"), (2, "critical")])
 def test_one_text_alone_that_parts_at_once_is_a_warning(prompts, severity):
     suite = figure_suite(Gates(), "warning", predicted=False, prompts=prompts)
