@@ -2,12 +2,12 @@
 
 from tasks.common.benchmark_names import HELDOUT
 from tasks.common.errors import DraftlineError
-from tasks.common.params import Params, asked_at
+from tasks.common.params import Params
 from tasks.common.prompts import spread_over_domains
 from tasks.common.question_sets import read_set, render_set, require_room
 from tasks.common.responses import read_responses
 from tasks.common.target import load_tokenizer
-from tasks.common.traffic import Load, Question
+from tasks.common.traffic import Load, Question, asked_at
 
 
 def loads_of(params: Params) -> list[Load]:

@@ -1,7 +1,6 @@
 """`params.yaml`, typed: a section a stage, unknown keys refused, exclusive options checked at load time."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -206,11 +205,6 @@ class Serve(Section):
                 f"make at most {tree}"
             )
         return self
-
-
-def asked_at(concurrency: Sequence[int], temperatures: Sequence[float]) -> list[tuple[int, float]]:
-    """Requests at once and temperature of each load: greedily at every concurrency, above 0 at the lowest alone."""
-    return [(c, t) for t in temperatures for c in concurrency if t == 0 or c == min(concurrency)]
 
 
 class Benchmark(Section):

@@ -127,6 +127,11 @@ class Pass:
         return [gap for answer in self.answers for gap in _gaps(answer)]
 
 
+def asked_at(concurrency: Sequence[int], temperatures: Sequence[float]) -> list[tuple[int, float]]:
+    """Requests at once and temperature of each load: greedily at every concurrency, above 0 at the lowest alone."""
+    return [(c, t) for t in temperatures for c in concurrency if t == 0 or c == min(concurrency)]
+
+
 def requests_of(least: int, concurrency: int) -> int:
     """Requests of a load that asks at least `least` questions."""
     return max(least, _REQUESTS_A_USER * concurrency)

@@ -10,10 +10,11 @@ from typing import Any
 
 import pandas as pd
 
-from tasks.common.benchmark_names import OURS, POOLED
+from tasks.common.benchmark_names import HELDOUT, OURS, POOLED
 from tasks.common.files import sha256_json
 from tasks.common.measured_draft import identities, params_sha256
-from tasks.common.params import Params, asked_at
+from tasks.common.params import Params
+from tasks.common.traffic import asked_at
 from tasks.gates import benchmark_suite as suite
 from tasks.gates.accepted_benchmark import compare
 from tasks.gates.benchmark_cells import accept_length, cell_name, cell_tables
@@ -226,7 +227,7 @@ def _settings(report: dict[str, Any], prompts: pd.DataFrame, params: Params) -> 
         "repeats": (measured.get("repeats"), asked.repeats),
         "concurrency": (measured["concurrency"], list(asked.concurrency)),
         "temperatures": (measured["temperatures"], list(asked.temperatures)),
-        "sets": (sorted(measured["sets"]), sorted(asked.sets) or ["heldout"]),
+        "sets": (sorted(measured["sets"]), sorted(asked.sets) or [HELDOUT]),
         "drafts": (sorted(others), sorted(asked.drafts)),
         "params_sha256": (_sections(measured.get("params_sha256")), _sections(params_sha256(params))),
         "prediction": (

@@ -9,11 +9,11 @@ import math
 from dataclasses import dataclass
 
 from tasks.common.contract import default_aux_layers
-from tasks.common.params import Params, asked_at
+from tasks.common.params import Params
 from tasks.common.server_plan import spanned_gpus
 from tasks.common.storage import bytes_per_token
 from tasks.common.target import TargetShape
-from tasks.common.traffic import requests_of
+from tasks.common.traffic import asked_at, requests_of
 from tasks.verify_environment.facts import Compute, TargetFacts
 from tasks.verify_environment.pace import (
     CPU,
