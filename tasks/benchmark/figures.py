@@ -145,7 +145,9 @@ def bootstrap(pairs: Sequence[Pair]) -> tuple[float, float]:
     groups: dict[str, list[Pair]] = {}
     for pair in pairs:
         groups.setdefault(pair.question.id, []).append(pair)
-    totals = np.array([[*_waiting(of, "speculative"), *_waiting(of, "baseline")] for of in groups.values()])
+    totals = np.array(
+        [[*_tokens_and_wait(of, "speculative"), *_tokens_and_wait(of, "baseline")] for of in groups.values()]
+    )
     draws = np.random.default_rng(0).integers(len(totals), size=(_RESAMPLES, len(totals)))
     tokens, seconds, plain_tokens, plain_seconds = totals[draws].sum(axis=1).T
     found = np.sort(tokens / seconds / (plain_tokens / plain_seconds)).tolist()
@@ -163,7 +165,7 @@ def student(ratios: Sequence[float]) -> tuple[float, float]:
 
 def pair_speed(pairs: Iterable[Pair], arm: str) -> float:
     """Tokens per second of waiting for these answers."""
-    tokens, seconds = _waiting(pairs, arm)
+    tokens, seconds = _tokens_and_wait(pairs, arm)
     return tokens / seconds
 
 
@@ -171,7 +173,7 @@ def pair_speedup(pairs: Sequence[Pair]) -> float:
     return pair_speed(pairs, "speculative") / pair_speed(pairs, "baseline")
 
 
-def _waiting(pairs: Iterable[Pair], arm: str) -> tuple[int, float]:
+def _tokens_and_wait(pairs: Iterable[Pair], arm: str) -> tuple[int, float]:
     """(tokens, seconds) of a server's answers."""
     answers = [getattr(pair, arm) for pair in pairs]
     return sum(len(answer.output_ids) for answer in answers), sum(answer.seconds for answer in answers)

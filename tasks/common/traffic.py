@@ -158,7 +158,7 @@ def step_seconds(*arms: Sequence[Pass]) -> list[float]:
     """
     found = [_decoding(passes) for passes in arms]
     if not all(steps for steps, _ in found):
-        found = [_waiting(passes) for passes in arms]
+        found = [_steps_and_wait(passes) for passes in arms]
     return [seconds / steps for steps, seconds in found]
 
 
@@ -243,6 +243,6 @@ def _decoding(passes: Iterable[Pass]) -> tuple[float, float]:
     return steps, seconds
 
 
-def _waiting(passes: Sequence[Pass]) -> tuple[float, float]:
+def _steps_and_wait(passes: Sequence[Pass]) -> tuple[float, float]:
     rounds = sum(answer.verify_rounds for one in passes for answer in one.answers)
     return rounds or sum(one.tokens for one in passes), sum(one.waited_seconds for one in passes)

@@ -108,7 +108,7 @@ def test_at_several_at_once_the_interval_spans_the_questions_around_the_ratio_of
 
 
 @pytest.mark.parametrize("questions", [1, 2, 3, 8])
-def test_the_interval_holds_the_true_ratio_of_the_questions_asked_in_95_of_100_benchmarks(questions):
+def test_the_interval_holds_the_true_ratio_of_the_questions_asked_in_92_of_100_benchmarks(questions):
     """Planted as on an H200: answers that differ by 20 %, questions by 21, and passes in which one server was 10 % slower."""
     draw, held = random.Random(questions), 0
     for _ in range(200):

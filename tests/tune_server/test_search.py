@@ -371,7 +371,7 @@ def test_each_rung_has_fewer_candidates_and_more_questions():
     assert sorted((count for _, count in halving[:3]), reverse=True) == [count for _, count in halving[:3]]
 
 
-class FreshHost(Bench):
+class SlowFirstStart(Bench):
     """Its first start takes 100 s more than those that follow, and is not counted.
 
     Args:
@@ -394,7 +394,7 @@ class FreshHost(Bench):
 @pytest.mark.parametrize(("capacity", "answer_s"), [(2, 0.1), (8, 0.1), (8, 1.0)])
 def test_no_rung_asks_fewer_questions_than_one_before(ratio, capacity, answer_s):
     for budget in range(300, 900, 20):
-        bench = FreshHost(budget, capacity, answer_s, start_s=75.0, ratio=ratio)
+        bench = SlowFirstStart(budget, capacity, answer_s, start_s=75.0, ratio=ratio)
         searched(bench, space(device=Device((9, 0), True)))
         asked = [questions for _, questions, _ in bench.asked]
         assert asked == sorted(asked)
@@ -404,7 +404,7 @@ def test_no_rung_asks_fewer_questions_than_one_before(ratio, capacity, answer_s)
 @pytest.mark.parametrize("answer_s", [0.1, 1.0])
 def test_settings_and_halving_leave_time_to_ask_the_best_beside_what_it_is_compared_with(ratio, answer_s):
     for budget in range(360, 900, 20):
-        bench, over = FreshHost(budget, 8, answer_s, start_s=68.0, ratio=ratio), space(device=Device((9, 0), True))
+        bench, over = SlowFirstStart(budget, 8, answer_s, start_s=68.0, ratio=ratio), space(device=Device((9, 0), True))
         found = searched(bench, over)
         assert {found.trials[candidate].last.rung for candidate in over.rows.values()} == {found.best.last.rung}
         assert bench.clock <= budget
