@@ -9,6 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from tasks.common.acceptance import pool
+from tasks.common.benchmark_names import HELDOUT
 from tasks.common.errors import DraftlineError
 from tasks.common.params import Params
 from tasks.common.progress import progress
@@ -81,7 +82,7 @@ class ServerBench:
 
     def _load(self, questions: int) -> Load:
         asked = self._params.benchmark
-        return Load.of("heldout", self._questions, questions, self._concurrency, 0.0, asked.max_new_tokens)
+        return Load.of(HELDOUT, self._questions, questions, self._concurrency, 0.0, asked.max_new_tokens)
 
     def _start_plain_alone(self, ranked: Sequence[Candidate], warm: Load, asked: "_Asked") -> None:
         """The first on a fresh host reads all from disk and compiles kernels that the others find: what it takes says nothing
@@ -111,7 +112,10 @@ class ServerBench:
         room = self._fleet.running[candidate].server_info().get("max_total_num_tokens")
         needed = load.most_tokens(candidate.shape.reserved if candidate.shape else 0)
         if room is not None and room < needed:
-            raise DraftlineError(f"its cache holds {room} tokens, and the requests can come to {needed}")
+            raise DraftlineError(
+                f"its cache holds {room} tokens, and the requests can come to {needed}: raise serve.max_total_tokens or "
+                f"serve.mem_fraction_static"
+            )
 
     def _pass(self, group: Sequence[Candidate], repeat: int, asked: "_Asked", bar: "tqdm") -> None:
         for candidate in asked.alive(group):

@@ -263,5 +263,6 @@ def test_a_cache_must_hold_what_later_rungs_ask_as_well():
     needed = 500 + Params().benchmark.max_new_tokens + DRAFTED.shape.reserved
     assert on_a_gpu(Small(), late[:63]).measure([DRAFTED], 4, 0, []).failed == {}
     assert on_a_gpu(Small(), late).measure([DRAFTED], 4, 0, []).failed == {
-        DRAFTED: f"its cache holds 550 tokens, and the requests can come to {needed}"
+        DRAFTED: f"its cache holds 550 tokens, and the requests can come to {needed}: raise serve.max_total_tokens "
+        "or serve.mem_fraction_static"
     }
