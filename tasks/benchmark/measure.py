@@ -55,15 +55,17 @@ def measure(arms: Sequence[Arm], loads: Sequence[Load], params: Params, partial:
     answers = sum(
         len(load.questions) for load in [*warm, *loads, *(load for load in loads for _ in range(asked.repeats - 1))]
     )
-    with progress(total=len(arms) * answers, desc="benchmark", unit="answer") as bar:
-        for group in groups:
-            servers = [(arm, Server(arm.plan)) for arm in group]
-            with running(*(server for _, server in servers)):
-                infos |= {arm.name: server.server_info() for arm, server in servers}
-                infos = {arm.name: infos[arm.name] for arm in arms}
-                require_equal_conditions(infos, loads, params.serve.reserved_tokens)
-                if not passes:
-                    partial.begin()
+    for group in groups:
+        servers = [(arm, Server(arm.plan)) for arm in group]
+        with running(*(server for _, server in servers)):
+            infos |= {arm.name: server.server_info() for arm, server in servers}
+            infos = {arm.name: infos[arm.name] for arm in arms}
+            require_equal_conditions(infos, loads, params.serve.reserved_tokens)
+            if not passes:
+                partial.begin()
+            # Its clock begins here: with the start of servers in it the rate, and so the time left, would be of no answer.
+            desc = "benchmark" if side_by_side else f"benchmark, {group[0].name} server"
+            with progress(total=len(group) * answers, desc=desc, unit="answer") as bar:
                 for load in warm:
                     for arm, server in servers:
                         run_load(server, load, arm.name, on_answer=bar.update)
