@@ -92,7 +92,7 @@ def prompt_suite(gates: Gates) -> list[gxe.Expectation]:
             value_set=[True],
             mostly=1 - gates.max_failed_share,
             severity="critical",
-            description="At most gates.max_failed_share of the prompts have no answer",
+            description=_at_most(gates, "max_failed_share", "of the prompts have no answer"),
             meta=because(
                 "R3",
                 "Prompts that fail are seldom a fair sample of all: the draft never sees their kind.",
@@ -168,7 +168,7 @@ def answer_suite(params: Params) -> list[gxe.Expectation]:
             value_set=["stop"],
             mostly=1 - gates.max_truncated_share,
             severity="critical",
-            description="At most gates.max_truncated_share of the answers were cut at the limit",
+            description=_at_most(gates, "max_truncated_share", "of the answers were cut at the limit"),
             meta=because(
                 "D7",
                 "A draft that is trained on beginnings alone is never asked about ends.",
@@ -187,6 +187,12 @@ def answer_suite(params: Params) -> list[gxe.Expectation]:
             ),
         ),
     ]
+
+
+def _at_most(gates: Gates, limit: str, what: str) -> str:
+    """The sentence of a share; where all is allowed it cannot fail, and says so."""
+    share = getattr(gates, limit)
+    return f"At most gates.{limit} {what}" if share < 1 else f"No limit set on how many {what} (gates.{limit}: {share})"
 
 
 def provenance_suite() -> list[gxe.Expectation]:

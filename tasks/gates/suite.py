@@ -191,8 +191,8 @@ def _expected(kwargs: dict[str, Any], table: Table) -> str:
             text = show(low) if low == high else f"{show(low)} … {show(high)}"
     else:
         text = "a value" if kwargs.get("column") != "id" else "all different"
-    if kwargs.get("mostly") is not None and kwargs["mostly"] < 1:
-        text += f" in at least {100 * kwargs['mostly']:.4g} % of the {table.row}s"
+    if (mostly := kwargs.get("mostly")) is not None and mostly < 1:
+        text = f"{text} in at least {100 * mostly:.4g} % of the {table.row}s" if mostly else "no limit set"
     return text
 
 

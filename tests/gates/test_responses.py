@@ -111,6 +111,15 @@ def test_cut_answers_are_named_when_too_many(run, judge):
     assert verdict.samples("At most gates.max_truncated_share of the answers were cut at the limit") == cut
 
 
+def test_a_share_without_a_limit_says_so_and_what_it_is(run, judge):
+    edit(0, finish_reason="length", output_token_ids=row(0)["output_token_ids"][:1])
+    finding = judge("responses").findings[
+        "No limit set on how many of the answers were cut at the limit (gates.max_truncated_share: 1.0)"
+    ]
+    assert finding["expected"] == "no limit set"
+    assert finding["observed"].startswith("met by ") and finding["observed"].endswith(" of 12 answers")
+
+
 @pytest.mark.parametrize("field", ["target_sha256", "tokenizer_sha256"])
 def test_answers_of_another_model_are_refused(run, judge, field):
     edit_manifest(**{field: "0" * 64})
