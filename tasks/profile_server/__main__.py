@@ -34,6 +34,7 @@ def main(requests: list[int] | None) -> None:
     prompts = [response.prompt_token_ids for response in require_heldout("the profile")]
     plain, drafted = baseline_plan(params), speculative_plan(params)
     identity = identities() | {"machine": machine(params.target.device)}
+    remove(PARTIAL)  # of an earlier draft
     baseline = profile(plain, prompts, asked)
     try:
         speculative = profile(drafted, prompts, asked)
@@ -43,7 +44,6 @@ def main(requests: list[int] | None) -> None:
         raise
     found = report(baseline, speculative, params, identity)
     write_json(REPORT, found)
-    remove(PARTIAL)
     show(found)
     print(f"{REPORT}: the same for programs; {TRACES}: the traces, for https://ui.perfetto.dev")
 

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from tasks.common.errors import DraftlineError
-from tasks.common.files import read_json, write_jsonl
+from tasks.common.files import read_json, write_json, write_jsonl
 from tasks.common.machine import machine
 from tasks.common.params import Params
 from tasks.common.responses import RESPONSES, Response
@@ -117,6 +117,17 @@ def test_where_the_second_server_fails_what_was_measured_of_the_first_is_kept_un
     assert (kept["complete"], kept["why"]) == (False, "the speculative server died")
     assert (kept["by_requests"][0]["plain_step_ms"], kept["settings"]["machine"]) == (1.6, machine("cpu"))
     assert not REPORT.exists()
+
+
+def test_what_is_kept_of_an_earlier_draft_does_not_outlive_the_next_measurement(served, monkeypatch):
+    def profile(*_):
+        raise DraftlineError("the baseline server died")
+
+    write_json(PARTIAL, {})
+    monkeypatch.setattr("tasks.profile_server.profile.profile", profile)
+    with pytest.raises(DraftlineError):
+        main([1])
+    assert not PARTIAL.exists()
 
 
 @pytest.mark.faults
