@@ -12,7 +12,7 @@ import yaml
 from tasks.common.advice_reports import measured_step_share
 from tasks.common.machine import machine
 from tasks.common.params import Params
-from tasks.tune_server.candidates import Candidate, Shape
+from tasks.tune_server.candidates import Candidate, Option, Shape
 from tasks.tune_server.options import Device
 from tasks.tune_server.report import report, verdict, write_profile
 from tasks.tune_server.search import Search
@@ -214,6 +214,14 @@ def test_the_advice_of_a_search_without_two_chains_reads_the_profile_and_else_se
     parts = {"draft_passes": 4, "parts": [{"part": "draft", "host_share": 0.4}]}
     settings = WITH | {"steps": 4, "topk": 1}
     profile = {"settings": settings, "by_requests": [{"requests": 1, "round": parts}]}
+    (tmp_path / "profile.json").write_text(json.dumps(profile))
+    assert "instead of 4 would need" in advised()
+    flags = ("--attention-backend", "triton")
+    bare = short.trials.pop(short.best.candidate)
+    other = replace(bare.candidate, options=(Option("triton", "attention", flags),))
+    short.trials[other] = replace(bare, candidate=other)
+    assert "python -m tasks.profile_server" in advised()  # of another attention, another time
+    settings["extra_args"] = [*settings["extra_args"], *flags]
     (tmp_path / "profile.json").write_text(json.dumps(profile))
     assert "instead of 4 would need" in advised()
 
