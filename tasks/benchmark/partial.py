@@ -1,9 +1,10 @@
 """What a benchmark has measured so far, kept on disk and marked as incomplete until its report is written."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from tasks.common.errors import in_a_line
+from tasks.common.errors import DraftlineError, in_a_line
 from tasks.common.files import REPORTS, remove, write_json
 from tasks.common.params import Params
 from tasks.common.traffic import Pass
@@ -39,7 +40,8 @@ class Partial:
         if error is None:
             remove(self._path)
         elif self._rows:
-            self._write(in_a_line(error))
+            with suppress(DraftlineError):  # on a full disk what was kept before stays
+                self._write(in_a_line(error))
             error.add_note(f"What was measured is kept in {self._path}, marked as incomplete.")
 
     def keep(self, passes: Sequence[Pass]) -> None:

@@ -9,6 +9,10 @@ def git(*arguments: str) -> str:
     Raises:
         OSError: git is not there.
         CalledProcessError: no repository, no commit yet, or nothing of that name.
+        UnicodeDecodeError: what it gives is not UTF-8.
     """
-    done = subprocess.run(["git", *arguments], capture_output=True, encoding="utf-8", check=True)
-    return done.stdout.strip()
+    command = ["git", *arguments]
+    done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL)
+    if done.returncode:  # git quotes paths as they are, in any encoding
+        raise subprocess.CalledProcessError(done.returncode, command, stderr=done.stderr.decode(errors="replace"))
+    return done.stdout.decode().strip()

@@ -119,6 +119,8 @@ def connect(params: TrackingParams) -> "MlflowClient":
     try:
         return MlflowClient(tracking_uri=params.uri)
     except Exception as error:
+        if is_sqlite and "database is locked" in str(error):  # by another run, for as long as that writes
+            raise
         if is_sqlite or isinstance(error, MlflowException | ModuleNotFoundError):
             raise _bad_uri(params.uri, str(error).strip().splitlines()[0].split(". ")[0]) from None
         raise

@@ -46,7 +46,7 @@ _POLL_S = 0.25
 _HEARTBEAT_S = 10.0
 _DYING_S = 5.0
 _PORT_RELEASE_S = 10.0
-_EXIT_S = 5.0
+_CLOSING_S, _EXIT_S = 1.0, 5.0
 # A request that waits for so long without a sign of the server waits for one that hangs. SGLang itself calls its
 # scheduler unhealthy after 20 s.
 _PATIENCE_S = 100.0
@@ -259,10 +259,11 @@ class Server(SGLangClient):
         return f"{why}\n{self.log} ({state}):\n{explain(log, None if verdict else exit_code)}"
 
     def _exit_code(self) -> int | None:
-        """None while it runs. One that has just let go of its port is given the moment that it takes to end."""
-        deadline = time.monotonic() + (_EXIT_S if self._is_proven else 0)
+        """None while it runs. One that is ending lets go of its connections first, then of its port: it is given that moment."""
+        asked_at = time.monotonic()
         while self._process and (exit_code := self._process.poll()) is None:
-            if not port_is_free(self.plan.port) or time.monotonic() > deadline:
+            patience = _EXIT_S if port_is_free(self.plan.port) else _CLOSING_S
+            if not self._is_proven or time.monotonic() - asked_at > patience:
                 return None
             time.sleep(0.05)
         return exit_code if self._process else None

@@ -27,8 +27,8 @@ from tasks.common.target import TARGET, TargetShape, load_config, model_folder
 _CPU_ENGINE = Path(__file__).resolve().parents[2] / "infra" / "sglang_cpu"
 # What torchrun sets for each of its processes (torch.distributed.run, 'Environment Variables').
 _OF_TORCHRUN = re.compile(r"TORCHELASTIC_\w+|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)")
-# What SGLang pretends with such a variable would be reported as measured (sglang/srt/environ.py).
-_SIMULATION = "SGLANG_SIMULATE_"
+# What SGLang pretends with such a variable would be reported as measured; it still reads the older beginning (sglang/srt/environ.py).
+_SIMULATION = ("SGLANG_SIMULATE_", "SGL_SIMULATE_")
 # Other spellings of flags that a plan sets, so that `serve.extra_args` cannot slip past it.
 _ALIASES = ("--model",)
 # Of speculation's flags the one that changes nothing of what is drafted; a plain server ignores it.
@@ -221,7 +221,7 @@ def server_environment(params: Params) -> tuple[Setting, ...]:
     for where, names in ((f"{PARAMS}: serve.environment", params.serve.environment), ("the shell", os.environ)):
         if simulated := next((name for name in names if name.startswith(_SIMULATION)), None):
             raise DraftlineError(
-                f"{where} sets {simulated}: SGLang would simulate what is to be measured. Expected: no {_SIMULATION}*. Unset it."
+                f"{where} sets {simulated}: SGLang would simulate what is to be measured. Expected: no {'* or '.join(_SIMULATION)}*. Unset it."
             )
     planned = _planned_environment(params)
     taken = {setting.name for setting in planned} | {"PYTHONPATH"}

@@ -227,17 +227,18 @@ class SGLangClient:
         """Once more where the connection was closed at once: a server closes those that were idle for seconds
         (SGLANG_TIMEOUT_KEEP_ALIVE), and may do so as the request is on its way. What breaks off later had begun."""
         import requests
-        from urllib3.exceptions import ProtocolError
 
         started = time.perf_counter()
         try:
             return self._http.request(method, self.url + path, **kwargs)
         except requests.ConnectionError as error:
-            was_connected = isinstance(error.args[0], ProtocolError)
-            if not was_connected or time.perf_counter() - started > _AT_ONCE_S:
+            if not _was_closed(error) or time.perf_counter() - started > _AT_ONCE_S:
                 raise
             self._http.close()  # the others that are idle; what is in flight goes on
-            return self._http.request(method, self.url + path, **kwargs)
+            try:
+                return self._http.request(method, self.url + path, **kwargs)
+            except requests.ConnectionError:
+                raise error from None  # the server died: the first one says how
 
     @contextmanager
     def _explained(self, path: str, timeout_s: float) -> Iterator[None]:
@@ -267,6 +268,14 @@ class SGLangClient:
     def _diagnosis(self) -> str:
         """What else is known when the server does not answer; a server of our own knows its log."""
         return ""
+
+
+def _was_closed(error: "requests.ConnectionError") -> bool:
+    """Whether there was a connection, and it ended without a byte of an answer."""
+    from urllib3.exceptions import ProtocolError
+
+    inner = error.args[0]
+    return isinstance(inner, ProtocolError) and isinstance(inner.args[-1], ConnectionResetError | BrokenPipeError)
 
 
 def _cause(error: Exception) -> str:

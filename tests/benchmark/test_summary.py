@@ -238,6 +238,16 @@ def test_what_was_measured_before_a_crash_is_kept_and_marked(tmp_path):
     assert rows == [("baseline", 1, 5.0, 0), ("speculative", 1, 10.0, 6), ("baseline", 2, 5.0, 0)]
 
 
+def test_what_was_kept_stays_where_nothing_can_be_written_at_the_end(tmp_path, monkeypatch):
+    path = tmp_path / "partial.json"
+    with pytest.raises(RuntimeError) as error, Partial(Params(), path) as partial:
+        partial.keep(both(load(1))[:2])
+        monkeypatch.setattr(partial, "_path", path / "within a file")
+        raise RuntimeError("the baseline server died")
+    assert "What was measured is kept" in error.value.__notes__[0]
+    assert len(read_json(path)["passes"]) == 2
+
+
 def test_an_earlier_report_counts_until_the_servers_are_up_and_no_longer(tmp_path):
     path, report = tmp_path / "partial.json", tmp_path / "benchmark.json"
     for each in (path, report):

@@ -147,9 +147,9 @@ def test_a_flag_of_the_user_that_is_no_number_is_named_by_its_parameter(make_pla
         make_plan(serve=SERVE | {"extra_args": ["--page-size", "x"]})
 
 
+@pytest.mark.parametrize("name", ["SGLANG_SIMULATE_ACC_LEN", "SGL_SIMULATE_ACC_LEN"])
 @pytest.mark.parametrize("of_shell", [True, False])
-def test_a_server_that_would_simulate_its_acceptance_is_refused(make_plan, monkeypatch, of_shell):
-    name = "SGLANG_SIMULATE_ACC_LEN"
+def test_a_server_that_would_simulate_its_acceptance_is_refused(make_plan, monkeypatch, of_shell, name):
     if of_shell:
         monkeypatch.setenv(name, "3.5")
     with pytest.raises(

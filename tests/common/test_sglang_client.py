@@ -152,3 +152,27 @@ def test_an_answer_that_breaks_off_after_a_while_is_not_asked_for_again():
         with pytest.raises(DraftlineError, match=r"no answer: .*Remote end closed connection"):
             client.generate([5], {})
         assert server.answered == 1
+
+
+def test_a_server_that_dies_of_a_request_is_told_by_that_one():
+    class Dies(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.server.socket.close()  # nobody is let in any more
+            self.close_connection = True
+
+    with serving(Dies) as server, pytest.raises(DraftlineError, match=r"Remote end closed connection"):
+        SGLangClient(f"http://127.0.0.1:{server.server_port}").generate([5], {})
+
+
+def test_what_is_no_http_is_asked_once():
+    class Garbles(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.server.answered += 1
+            self.wfile.write(b"nothing of the kind\r\n\r\n")
+            self.close_connection = True
+
+    with serving(Garbles, answered=0) as server:
+        with pytest.raises(DraftlineError, match="no answer"):
+            SGLangClient(f"http://127.0.0.1:{server.server_port}").generate([5], {})
+        assert server.answered == 1

@@ -315,6 +315,14 @@ def test_a_uri_that_can_never_work_stops_the_stage_at_its_start(client, uri):
         pass
 
 
+def test_a_database_that_another_run_holds_stops_no_stage(client, params, capsys):
+    with sqlite3.connect("mlflow.db") as other:
+        other.execute("BEGIN EXCLUSIVE")
+        with Tracker.stage("train_draft", params):
+            pass
+    assert "does not answer" in capsys.readouterr().err
+
+
 UNREACHABLE = Params(tracking=Tracking(uri="http://127.0.0.1:9"))
 
 

@@ -316,6 +316,18 @@ def test_what_git_cannot_answer_does_not_pass_for_nothing(monkeypatch, harm, sai
     assert said in str(error.value)
 
 
+def test_git_may_quote_a_path_in_any_encoding(monkeypatch, tmp_path):
+    folder = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9"))
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    git("init", "--quiet")
+    write(correct=150)
+    accept()
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(DraftlineError, match="detected dubious ownership"):
+        compare(read_json(REPORT), Gates())
+
+
 def test_a_run_in_a_folder_of_a_larger_repository_has_a_report_of_its_own(judge_benchmark, monkeypatch, tmp_path):
     write(correct=290)
     accept()
