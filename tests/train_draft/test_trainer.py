@@ -145,12 +145,13 @@ def test_checkpoint_of_another_vocabulary_map_is_refused(params):
         prepare_training(params, DRAFT)
 
 
-def test_the_best_predicted_acceptance_length_is_kept_not_the_last(params):
+def test_the_best_acceptance_length_with_all_steps_is_kept_not_the_last(params):
     trainer, facts = prepare_training(params, DRAFT)
     for step in trainer.steps():
         if step.step == 4:
             kept = {name: tensor.clone() for name, tensor in trainer.draft.state_dict().items()}
             trainer.curve[-1]["heldout"]["predicted_accept_lengths"][-1] = 99.0
+    trainer.curve[-1]["heldout"]["predicted_accept_lengths"][0] = 99.0  # of fewer steps than it is trained for
     report = write_result(trainer, DRAFT, facts)
     assert (report["step"], report["predicted_accept_lengths"][-1]) == (4, 99.0)
     from safetensors.torch import load_file
