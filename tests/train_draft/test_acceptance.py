@@ -14,9 +14,9 @@ from tasks.train_draft.prepare import prepare_training
 STEPS = 4
 SETTINGS = {
     "draft_vocab_size": 90,
-    "max_steps": 100,
+    "max_steps": 50,
     "learning_rate": 0.003,
-    "batch_tokens": 64,
+    "batch_tokens": 256,
     "warmup_steps": 2,
     "ttt_length": STEPS,
 }
