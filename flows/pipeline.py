@@ -141,7 +141,7 @@ def main() -> None:
     if not state.is_completed():
         print(f"\nThe pipeline failed: {state.message}", file=sys.stderr)
         sys.exit(1)
-    print_summary(state.result(), load_params().tracking)
+    print_summary(state.result(), load_params())
 
 
 def _start_api() -> None:

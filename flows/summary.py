@@ -7,7 +7,8 @@ from tasks.benchmark.rows import by_draft
 from tasks.benchmark.wording import number, requests
 from tasks.common.benchmark_names import OURS
 from tasks.common.files import ARTIFACTS, REPORTS, read_json
-from tasks.common.params import Tracking
+from tasks.common.params import Params
+from tasks.common.training_report import predicted_accept_length
 
 
 class StageResult(NamedTuple):
@@ -34,7 +35,7 @@ def benchmark_rows() -> list[dict[str, Any]]:
     return [{column: row.get(column) for column in columns} for row in (pooled, *report["by_domain"])]
 
 
-def print_summary(result: PipelineResult, tracking: Tracking) -> None:
+def print_summary(result: PipelineResult, params: Params) -> None:
     """Print where the time went, what was reached and where to look."""
     from rich.console import Console
     from rich.panel import Panel
@@ -51,9 +52,9 @@ def print_summary(result: PipelineResult, tracking: Tracking) -> None:
     facts = Table(box=None, show_header=False, padding=(0, 2))
     facts.add_column(style="bold")
     facts.add_column(overflow="fold")
-    for name, value in _facts([stage.stage for stage in result.stages]):
+    for name, value in _facts([stage.stage for stage in result.stages], params):
         facts.add_row(name, value)
-    at = "make ui" if tracking.uri.startswith("sqlite") else tracking.uri
+    at = "make ui" if params.tracking.uri.startswith("sqlite") else params.tracking.uri
     facts.add_row("MLflow", f"{at}, then 'Model training', run {result.run}")
     console = Console(highlight=False)
     console.print()
@@ -64,7 +65,7 @@ def print_summary(result: PipelineResult, tracking: Tracking) -> None:
     )
 
 
-def _facts(stages: list[str]) -> Iterator[tuple[str, str]]:
+def _facts(stages: list[str], params: Params) -> Iterator[tuple[str, str]]:
     if "benchmark" in stages:
         report = read_json(REPORTS / "benchmark.json")
         served, settings = report["speculative"], report["settings"]
@@ -87,7 +88,7 @@ def _facts(stages: list[str]) -> Iterator[tuple[str, str]]:
             else "[red]no[/], see first_difference in reports/benchmark.json",
         )
     elif "train_draft" in stages:
-        yield "acceptance length", f"{read_json(REPORTS / 'train_draft.json')['predicted_accept_length']:.2f} predicted"
+        yield "acceptance length", f"{predicted_accept_length(params.serve.num_steps):.2f} predicted"
     if gates := [stage.removeprefix("gate_") for stage in stages if stage.startswith("gate_")]:
         failed = [gate for gate in gates if not read_json(REPORTS / "gates" / f"{gate}.json")["passed"]]
         yield (

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tasks.common.dvc_files import DvcFiles
 from tasks.common.measured_draft import params_sha256
 from tasks.common.params import Params, Serve
 
@@ -35,6 +36,7 @@ PLUMBING = {
         "benchmark_names",
         "errors",
         "files",
+        "forms",
         "git",
         "params",
         "params_errors",
@@ -42,6 +44,7 @@ PLUMBING = {
         "progress",
         "stage",
         "tracking",
+        "training_report",
         "headline",
         "dvc_files",
         "mlflow_layout",
@@ -167,6 +170,15 @@ def test_the_port_changes_no_result():
         for name in spec["params"]
         if stage != "verify_environment"
     )
+
+
+def test_how_many_tokens_are_drafted_a_round_trains_nothing_again(monkeypatch):
+    """Such a plan is what the tuner writes; only what serves the draft, or judges it as it is served, runs behind it."""
+    chain = {"serve.num_steps", "serve.eagle_topk", "serve.num_draft_tokens"}
+    due = {stage for stage, spec in STAGES.items() if chain & set(spec["params"])}
+    assert due == {"gate_draft", "launch_server", "benchmark", "gate_benchmark"}
+    monkeypatch.chdir(ROOT)
+    assert not due & (DvcFiles().upstream("export_draft") | {"export_draft"})
 
 
 @pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +64,7 @@ def train_draftline(params: Params, name: str, epochs: int, per_step: int, rate:
     for step in trainer.steps():
         tokens += step.tokens
         if step.evaluation or step.step % _SAY_EVERY == 0:
-            heldout = f"predicted {step.heldout.predicted_accept_length:.3f}" if step.heldout else ""
+            heldout = f"predicted {step.heldout.predicted_accept_lengths[-1]:.3f}" if step.heldout else ""
             spent = time.perf_counter() - prepared
             print(f"{name}: {step.step}/{steps} loss {step.loss:.3f} {tokens / spent:,.0f} tok/s {heldout}", flush=True)
     seconds = time.perf_counter() - prepared
@@ -140,7 +139,7 @@ def train_with_specforge(
 
 
 def predicted(params: Params, name: str) -> dict[str, float]:
-    """Predicted acceptance length of an exported draft over the held-out answers, for each chain."""
+    """Predicted acceptance length of an exported draft over the held-out answers, for each chain that it was trained for."""
     heldout = HiddenStates(HIDDEN_STATES / "heldout")
     device, ttt_length = params.target.device, params.train_draft.ttt_length
     dtype, tokens = params.train_draft.computed_in(device), round_up(8 * int(heldout.tokens.max()), BLOCK)
@@ -154,8 +153,5 @@ def predicted(params: Params, name: str) -> dict[str, float]:
     form = BatchForm.of(vocab_map, device, dtype, ttt_length, tokens)
     data = DraftData(heldout, argmax, tokens, form)
     restricted = RestrictedHead(head, vocab_map, dtype)
-    found: dict[str, Any] = {}
-    for steps in CHAINS:
-        acceptance = measure(draft, restricted, vocab_map, data, ttt_length, steps)
-        found[f"{steps}/1/{steps + 1}"] = round(acceptance.predicted_accept_length, 3)
-    return found
+    lengths = measure(draft, restricted, vocab_map, data, ttt_length).predicted_accept_lengths
+    return {f"{steps}/1/{steps + 1}": round(lengths[steps - 1], 3) for steps in CHAINS if steps <= ttt_length}

@@ -40,13 +40,13 @@ def measure_float8(args: argparse.Namespace, params: Params, _out: Path) -> dict
         for seed, (trainer, tokens_per_s) in zip(_SEEDS, trainers, strict=True):
             trainer.heldout.states = stored[storage_dtype]
             real = real or trainer.heldout
-            steps = params.train_draft.ttt_length, params.serve.num_steps
-            served = measure(trainer.draft, trainer.head, trainer.vocab_map, real, *steps)
+            ttt_length = params.train_draft.ttt_length
+            served = measure(trainer.draft, trainer.head, trainer.vocab_map, real, ttt_length)
             found[f"{storage_dtype}, seed {seed}"] = {
                 "training_tokens_per_s": tokens_per_s,
-                "predicted_accept_length": round(trainer.curve[-1]["heldout"]["predicted_accept_length"], 3),
+                "predicted_accept_length": round(trainer.curve[-1]["heldout"]["predicted_accept_lengths"][-1], 3),
                 "heldout_loss": round(trainer.curve[-1]["heldout"]["loss"], 4),
-                "predicted_accept_length_on_bfloat16_states": round(served.predicted_accept_length, 3),
+                "predicted_accept_length_on_bfloat16_states": round(served.predicted_accept_lengths[-1], 3),
                 "rounds": served.rounds,
             }
     contract = stored["bfloat16"].contract

@@ -8,10 +8,6 @@ needed to break even; and whether greedy text is the same with the draft as with
 stays in reports/benchmark.partial.json.
 """
 
-from typing import Annotated
-
-from pydantic import Field
-
 from tasks.benchmark.arms import arms_of
 from tasks.benchmark.drawing import PLOTS, write_csv
 from tasks.benchmark.measure import measure
@@ -23,22 +19,15 @@ from tasks.benchmark.rows import cell_rows, prompt_rows
 from tasks.benchmark.show import show
 from tasks.benchmark.summary import compared, headline_comparison, summarise
 from tasks.common.files import REPORTS, write_json
-from tasks.common.forms import Form, read_form
 from tasks.common.headline import headline
 from tasks.common.machine import machine
 from tasks.common.measured_draft import identities
 from tasks.common.params import Params
 from tasks.common.stage import run_stage
 from tasks.common.tracking import Tracker
+from tasks.common.training_report import predicted_accept_length
 
-TRAINED = REPORTS / "train_draft.json"
 CELLS, PROMPTS = REPORTS / "benchmark_cells.csv", REPORTS / "benchmark_prompts.csv"
-
-
-class _Trained(Form):
-    """What is read of reports/train_draft.json."""
-
-    predicted_accept_length: Annotated[float, Field(ge=1)]
 
 
 def main(params: Params, tracker: Tracker) -> None:
@@ -55,7 +44,7 @@ def main(params: Params, tracker: Tracker) -> None:
     write_page(report, plots)
 
     show(report)
-    for point in headline("benchmark"):
+    for point in headline("benchmark", params):
         tracker.log_metrics({point.name: point.value}, point.step)
     for path in (REPORT, PAGE, CELLS, PROMPTS, *(plot.png for plot in plots)):
         tracker.log_artifact(path)
@@ -65,12 +54,9 @@ def prediction(params: Params) -> float | None:
     """Acceptance length that training predicted from the held-out prompts; None where other questions are asked.
 
     Raises:
-        DraftlineError: its report is absent or damaged.
+        DraftlineError: its report is absent or damaged, or says nothing of serve.num_steps.
     """
-    if params.benchmark.sets:
-        return None
-    fix = "Train again: `dvc repro --force --single-item train_draft`."
-    return read_form(TRAINED, _Trained, fix).predicted_accept_length
+    return None if params.benchmark.sets else predicted_accept_length(params.serve.num_steps)
 
 
 if __name__ == "__main__":

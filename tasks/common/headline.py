@@ -1,6 +1,6 @@
 """What a pipeline run is judged by, on its parent run: read from the reports, so cached stages count too.
 
-Scalars                           `predicted_accept_length`, `accept_length`, `speedup`, `lossless` (0 or 1),
+Scalars                           `predicted_accept_length` (at serve.num_steps), `accept_length`, `speedup`, `lossless` (0 or 1),
                                   `tokens_per_s/speculative`, `tokens_per_s/baseline`, at the lowest concurrency
 `accept_length/<bench>`           at step = draft tokens a round
 `accept_rate_by_position/<bench>` at step = position, 1 the first draft token: share of rounds in which that
@@ -24,6 +24,8 @@ from tasks.common.benchmark_names import BASELINE, OURS, POOLED
 from tasks.common.dvc_files import DvcFiles
 from tasks.common.errors import DraftlineError
 from tasks.common.files import REPORTS, read_json, sha256_json
+from tasks.common.params import Params
+from tasks.common.training_report import predicted_accept_length
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -42,10 +44,13 @@ class Point(NamedTuple):
     of_draft: bool = False
 
 
-def headline(stage: str) -> list[Point]:
-    """What the report of a stage says; nothing where it has none."""
-    read, report = {"train_draft": _predicted, "benchmark": _served}.get(stage), REPORTS / f"{stage}.json"
-    points = read(read_json(report)) if read and report.exists() else []
+def headline(stage: str, params: Params) -> list[Point]:
+    """What the report of a stage says of what `params` serve; nothing where it has none."""
+    report, points = REPORTS / f"{stage}.json", []
+    if stage == "train_draft" and report.exists():
+        points = [Point("predicted_accept_length", predicted_accept_length(params.serve.num_steps))]
+    elif stage == "benchmark" and report.exists():
+        points = _served(read_json(report))
     return [point._replace(name=_accepted(point.name)) for point in points]
 
 
@@ -57,7 +62,7 @@ def _accepted(name: str) -> str:
     return "/".join(re.sub(r"[^\w\- ]", "_", part)[:100] for part in (section, rest)) + f"_{sha256_json(name)[:6]}"
 
 
-def log_headline(client: "MlflowClient", run_id: str, stages: Iterable[str]) -> None:
+def log_headline(client: "MlflowClient", run_id: str, stages: Iterable[str], params: Params) -> None:
     """Log the headline of `stages` on the parent run, and the served figures on the draft's LoggedModel.
 
     Only stages that this pipeline run has brought up to date may be named: a report that an earlier run
@@ -69,7 +74,7 @@ def log_headline(client: "MlflowClient", run_id: str, stages: Iterable[str]) -> 
     for stage in stages:
         # A damaged report is its gate's to name.
         with suppress(DraftlineError, LookupError, TypeError, AttributeError, ValueError):
-            points += headline(stage)
+            points += headline(stage, params)
     if not points:
         return
     model_id = _draft_model(client, run_id) if any(point.of_draft for point in points) else None
@@ -80,10 +85,6 @@ def log_headline(client: "MlflowClient", run_id: str, stages: Iterable[str]) -> 
         run_id,
         metrics=[Metric(p.name, p.value, now, p.step, model_id=model_id if p.of_draft else None) for p in points],
     )
-
-
-def _predicted(report: dict[str, Any]) -> list[Point]:
-    return [Point("predicted_accept_length", report["predicted_accept_length"])]
 
 
 def _served(report: dict[str, Any]) -> list[Point]:

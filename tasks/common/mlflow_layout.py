@@ -64,7 +64,7 @@ def open_stage_run(stage: str, params: Params, started: float) -> Run:
             name = f"{'dvc repro' if dvc else stage} {time.strftime('%Y-%m-%d %H:%M:%S')}"
             parent = _create_parent(client, experiment, name, params, {"process": process})
             # What lies above this stage did not have to run, so no other stage will log its results.
-            log_headline(client, parent, files.upstream(stage))
+            log_headline(client, parent, files.upstream(stage), params)
     tags = {
         "mlflow.parentRunId": parent,
         "mlflow.note.content": files.description(stage),

@@ -124,7 +124,9 @@ class TrainDraft(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     checkpoint_every: Count = 50
-    evaluate_every: Count = Field(100, description="steps between held-out evaluations; the best predicted AL is kept")
+    evaluate_every: Count = Field(
+        100, description="steps between held-out evaluations; the best AL predicted for ttt_length steps is kept"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
 
     @model_validator(mode="after")
@@ -288,7 +290,7 @@ class Gates(Section):
     max_relative_error: Annotated[float, Field(gt=0)] | None = Field(
         None, description="the same of what the server feeds the draft, per aux slot, against the dump"
     )
-    min_predicted_accept_length: Annotated[float, Field(ge=1)] = 1.5
+    min_predicted_accept_length: Annotated[float, Field(ge=1)] = Field(1.5, description="with serve.num_steps")
     min_accept_length: Annotated[float, Field(ge=1)] = 1.5
     max_accept_length_drop: Fraction = Field(
         0.05, description="share of the committed benchmark's acceptance length by which it may fall"

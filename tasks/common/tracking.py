@@ -26,7 +26,7 @@ class Tracker:
     """The MLflow run of one stage. MLflow is imported when the stage starts, not when this module is."""
 
     def __init__(self, name: str, params: Params):
-        self._name = name
+        self._name, self._params = name, params
         self._started = time.time()
         self._outbox = _Outbox(params.tracking.uri, lambda: open_stage_run(name, params, self._started))
 
@@ -75,7 +75,7 @@ class Tracker:
             run.log_metrics({"stage_seconds": round(ended - self._started, 3)}, 0, ended)
             run.client.set_terminated(run.id, status, end_time=ms(ended))
             if status == "FINISHED":
-                log_headline(run.client, run.parent, [self._name])
+                log_headline(run.client, run.parent, [self._name], self._params)
             if PARENT_VARIABLE not in os.environ:  # the flow ends its own; here no later process is sure to come
                 close_pipeline_run(run.client, run.parent, status)
 
@@ -100,13 +100,13 @@ class PipelineRun:
                 f"params.yaml: tracking.uri {params.tracking.uri}: MLflow does not answer ({_cause(error)}). "
                 f"Start it, or track into a file: `uri: sqlite:///mlflow.db`."
             ) from None
-        self.environment = {PARENT_VARIABLE: run.id}
+        self.environment, self._params = {PARENT_VARIABLE: run.id}, params
         self._outbox = _Outbox(params.tracking.uri, lambda: run)
         self._outbox.open()
 
     def log_headline(self, stage: str) -> None:
         """Log what an unchanged stage had measured."""
-        self._outbox.put(lambda run: log_headline(run.client, run.id, [stage]))
+        self._outbox.put(lambda run: log_headline(run.client, run.id, [stage], self._params))
 
     def close(self, status: str) -> None:
         """End the run: FINISHED, FAILED or KILLED."""

@@ -12,9 +12,10 @@ from tasks.common.contract import Contract
 from tasks.common.draft_files import CONFIG
 from tasks.common.draft_tensors import expected_tensors
 from tasks.common.errors import DraftlineError
-from tasks.common.files import ARTIFACTS, REPORTS, read_json, sha256_file
+from tasks.common.files import ARTIFACTS, read_json, sha256_file
 from tasks.common.params import Gates, Params
 from tasks.common.target import TargetShape, load_config, target_contract
+from tasks.common.training_report import TRAINED, predicted_accept_length
 from tasks.gates.gate import Gate
 from tasks.gates.report import Histogram
 from tasks.gates.suite import Table, because
@@ -23,7 +24,7 @@ LEAD = (
     "Between export_draft and launch_server: SGLang skips tensors that it does not know and leaves missing ones random, "
     "without a word. So the exact tensors, the config and the contract are checked here."
 )
-EXPORT, TRAINED = ARTIFACTS / "export", REPORTS / "train_draft.json"
+EXPORT = ARTIFACTS / "export"
 _AGAIN = "Export again: `dvc repro --force --single-item export_draft`."
 _TENSOR_COLUMNS = ("id", "type", "expected", "numbers", "nonfinite", "rms")
 
@@ -32,11 +33,11 @@ def build(params: Params) -> Gate:
     """Read artifacts/export and reports/train_draft.json.
 
     Raises:
-        DraftlineError: config.json, draftline.json or the report cannot be read.
+        DraftlineError: config.json, draftline.json or the report cannot be read, or the report says nothing of serve.num_steps.
     """
     config, record = read_json(EXPORT / CONFIG), read_json(EXPORT / "draftline.json")
     tensors, ids = _tensors(EXPORT / WEIGHTS, config)
-    predicted = _predicted()
+    predicted = {"predicted_accept_length": predicted_accept_length(params.serve.num_steps)}
     return Gate(
         tables=[
             Table("checkpoint", "check", _problems(), checkpoint_suite()),
@@ -127,7 +128,7 @@ def training_suite(gates: Gates) -> list[gxe.Expectation]:
             column="predicted_accept_length",
             min_value=gates.min_predicted_accept_length,
             severity="critical",
-            description="Predicted acceptance length is at least gates.min_predicted_accept_length",
+            description="Predicted acceptance length at serve.num_steps is at least gates.min_predicted_accept_length",
             meta=because(
                 "R8",
                 "A draft that misses on held-out answers misses when it is served, after an hour of serving.",
@@ -135,13 +136,6 @@ def training_suite(gates: Gates) -> list[gxe.Expectation]:
             ),
         )
     ]
-
-
-def _predicted() -> dict[str, float]:
-    report = read_json(TRAINED)
-    if "predicted_accept_length" not in report:
-        raise DraftlineError(f"{TRAINED}: no predicted_accept_length. Run `dvc repro train_draft`.")
-    return {"predicted_accept_length": report["predicted_accept_length"]}
 
 
 def _problems() -> pd.DataFrame:

@@ -57,7 +57,11 @@ def train(params: Params, tracker: Tracker, open_source) -> None:
         _record(report, tracker)
         write_finished(folder, trainer.checkpoints.key, report)
         trainer.checkpoints.remove()
-        print(f"{folder}: predicted acceptance length {report['predicted_accept_length']:.3f} at step {report['step']}")
+        lengths = report["predicted_accept_lengths"]
+        print(
+            f"{folder}: predicted acceptance length {lengths[-1]:.3f} with chains of {len(lengths)} steps, after training step "
+            f"{report['step']}"
+        )
 
 
 def _record(report: dict, tracker: Tracker) -> None:

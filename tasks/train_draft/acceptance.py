@@ -23,15 +23,16 @@ class Acceptance:
         loss: the training loss there, nats.
         accuracy_by_position: of TTT step i on teacher-forced tokens: argmax equal to the target's, misses outside the
             draft vocabulary included.
-        predicted_accept_length: 1 + correct drafts / rounds of the walk (contract, section 4).
-        survival: share of those rounds in which the drafts of positions 0..i were all right.
-        rounds: rounds of the walk.
-        uniform: 1 + mean c_t over every position: biased upward, for comparison with papers' figures only.
+        predicted_accept_lengths: 1 + correct drafts / rounds of the walk (contract, section 4) with chains of 1, 2, ... K
+            steps. A draft is kept by the last: how many of its steps will be served is not known here.
+        survival: of the walk with K steps, share of the rounds in which the drafts of positions 0..i were all right.
+        rounds: of that walk.
+        uniform: 1 + mean c_t over every position, K steps: biased upward, for comparison with papers' figures only.
     """
 
     loss: float
     accuracy_by_position: list[float]
-    predicted_accept_length: float
+    predicted_accept_lengths: list[float]
     survival: list[float]
     rounds: int
     uniform: float
@@ -47,43 +48,44 @@ def measure(
     vocab_map: VocabMap,
     heldout: DraftData,
     ttt_length: int,
-    num_steps: int,
     processes: Processes | None = None,
 ) -> Acceptance:
     """Evaluate a draft.
 
     Args:
-        ttt_length: K, steps of the teacher-forced figures.
-        num_steps: tokens a round drafts on the draft's own tokens (serve.num_steps).
+        ttt_length: K, steps on given tokens and on the draft's own.
         processes: that share the answers; each of them takes part, and has the figures over all.
     """
     rank, size = (processes.rank, processes.size) if processes else (0, 1)
     sums = torch.zeros(4, ttt_length, dtype=torch.float64)
     ttt_loss = TttLoss(draft, head)
     everywhere: list[int] = []
-    rounds: list[int] = []
+    rounds: list[list[int]] = [[] for _ in range(ttt_length)]  # with chains of 1, 2, ... K steps
     for indices in heldout.batches(heldout.usable)[rank::size]:
         batch = heldout.read(indices)
         _, found = ttt_loss(batch, batch.lessons.loss_positions)
         sums += torch.stack([found.loss, found.loss_positions, found.supervised, found.correct]).cpu()
         rows = round_starts(batch.samples)
         if len(rows):
-            proposed = draft.propose(batch.samples, rows, num_steps, vocab_map)
-            correct = correct_drafts(batch.samples, rows, proposed)
+            proposed = draft.propose(batch.samples, rows, ttt_length, vocab_map)
+            rows, correct = rows.cpu(), correct_drafts(batch.samples, rows, proposed).cpu()
             everywhere += correct.tolist()
-            rounds += walk(rows, correct)
+            # A shorter chain is the beginning of a longer one, but its rounds start at other positions.
+            for steps, of_chain in enumerate(rounds, 1):
+                of_chain += walk(rows, correct.clamp(max=steps))
     if processes:
         shares = processes.gather((sums, everywhere, rounds))
         sums = sum(of_share for of_share, _, _ in shares)
-        everywhere, rounds = (list(chain.from_iterable(share[part] for share in shares)) for part in (1, 2))
+        everywhere = list(chain.from_iterable(of_share for _, of_share, _ in shares))
+        rounds = [list(chain.from_iterable(of_chain)) for of_chain in zip(*(share[2] for share in shares), strict=True)]
     loss, positions, supervised, right = sums
     mean_losses = (loss / positions.clamp(min=1)).tolist()
     return Acceptance(
         loss=sum(STEP_WEIGHT**i * loss for i, loss in enumerate(mean_losses)),
         accuracy_by_position=(right / supervised.clamp(min=1)).tolist(),
-        predicted_accept_length=1 + _mean(rounds),
-        survival=[_mean([accepted > i for accepted in rounds]) for i in range(num_steps)],
-        rounds=len(rounds),
+        predicted_accept_lengths=[1 + _mean(of_chain) for of_chain in rounds],
+        survival=[_mean([accepted > i for accepted in rounds[-1]]) for i in range(ttt_length)],
+        rounds=len(rounds[-1]),
         uniform=1 + _mean(everywhere),
     )
 

@@ -37,7 +37,6 @@ def run_key(params: Params, contract: Contract, train: list[str], heldout: Hidde
         {
             "train_draft": params.train_draft.model_dump(exclude=_NOT_OF_THE_STEPS),
             "dtype": str(params.train_draft.computed_in(params.target.device)),
-            "num_steps": params.serve.num_steps,
             "contract": contract.model_dump(),
             "shards": {"train": train, "heldout": [shard["checksum"] for shard in heldout.shards]},
         }

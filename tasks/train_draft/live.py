@@ -23,10 +23,11 @@ def show_steps(trainer: Trainer, params: Params, tracker: Tracker) -> None:
                 numbers["train/gpu_memory_gib"] = trainer.memory.peak / 2**30
                 memory = f", {numbers['train/gpu_memory_gib']:.1f} GiB"
             if step.heldout:
-                predicted = f", predicted AL {step.heldout.predicted_accept_length:.2f}"
+                lengths = step.heldout.predicted_accept_lengths
+                predicted = f", predicted AL {lengths[-1]:.2f}"
                 print(
                     f"step {step.step}: held-out loss {step.heldout.loss:.3f}, "
-                    f"predicted acceptance length {step.heldout.predicted_accept_length:.3f}",
+                    f"predicted acceptance length {lengths[-1]:.3f} with chains of {len(lengths)} steps",
                     flush=True,
                 )
             accuracy = " ".join(f"{value:.2f}" for value in step.accuracy_by_position)
@@ -50,6 +51,7 @@ def _numbers(step: Step) -> dict[str, float]:
     numbers |= {f"train/accuracy_position_{i}": value for i, value in enumerate(step.accuracy_by_position)}
     if step.heldout:
         numbers["heldout/loss"] = step.heldout.loss
-        numbers["heldout/predicted_accept_length"] = step.heldout.predicted_accept_length
+        lengths = step.heldout.predicted_accept_lengths
+        numbers |= {f"heldout/predicted_accept_length/{steps}_steps": value for steps, value in enumerate(lengths, 1)}
         numbers |= {f"heldout/survival_position_{i}": value for i, value in enumerate(step.heldout.survival)}
     return numbers

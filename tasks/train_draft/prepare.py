@@ -75,7 +75,6 @@ def prepare_training(
         batches,
         DraftData(heldout, argmax, settings.batch_tokens, form),
         settings,
-        params.serve.num_steps,
         checkpoints,
         contract,
         processes,
@@ -97,14 +96,14 @@ def write_result(trainer: Trainer, folder: Path, facts: dict) -> dict:
     """Leave draft.safetensors and draft.json beside the vocabulary map; checkpoints stay until the report is written.
 
     Returns:
-        The report: the best evaluation, the learning curve, the data.
+        The report: the best evaluation, the learning curve, the data. Of its predictions `predicted_accept_length` reads
+        the one for what is served.
     """
     best = trainer.best
     with replacing(folder / "draft.safetensors") as partial:
         shutil.copyfile(trainer.checkpoints.best(best["step"]), partial)
     summary = {
-        "predicted_accept_length": best["heldout"]["predicted_accept_length"],
-        "num_steps": trainer.num_steps,
+        "predicted_accept_lengths": best["heldout"]["predicted_accept_lengths"],
         "step": best["step"],
     }
     write_json(

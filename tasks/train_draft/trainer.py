@@ -49,19 +49,14 @@ class Trainer:
         batches: BatchStream | RingStream,
         heldout: DraftData,
         params: TrainDraft,
-        num_steps: int,
         checkpoints: Checkpoints,
         contract: Contract,
         processes: Processes,
     ):
-        """Take up the newest checkpoint, if there is one.
-
-        Args:
-            num_steps: tokens drafted a round when served; predicted acceptance length is for this chain.
-        """
+        """Take up the newest checkpoint, if there is one."""
         self.draft, self.head, self.vocab_map, self.contract = draft, head, vocab_map, contract
         self.heldout, self.batches = heldout, batches
-        self.params, self.num_steps, self.checkpoints, self.processes = params, num_steps, checkpoints, processes
+        self.params, self.checkpoints, self.processes = params, checkpoints, processes
         replayed = processes.size == 1 and torch.device(processes.device).type == "cuda"
         self.train_step = (ReplayedStep if replayed else TrainStep)(draft, head, params.recompute_activations)
         self.train_step.module = processes.joined_module(self.train_step.module)
@@ -111,8 +106,8 @@ class Trainer:
 
     @property
     def best(self) -> dict:
-        """The evaluation with the highest predicted acceptance length, with its step; the earlier of equals."""
-        return max(self.curve, key=lambda point: point["heldout"]["predicted_accept_length"])
+        """The evaluation with the highest acceptance length predicted for `ttt_length` steps; the earlier of equals."""
+        return max(self.curve, key=lambda point: point["heldout"]["predicted_accept_lengths"][-1])
 
     @property
     def _steps_a_reading(self) -> int:
@@ -211,15 +206,15 @@ class Trainer:
         return interrupts.at_once() if self.processes.size == 1 else nullcontext()
 
     def _measure(self) -> Evaluation:
-        sizes = (self.params.ttt_length, self.num_steps)
-        heldout = measure(self.draft, self.head, self.vocab_map, self.heldout, *sizes, self.processes)
+        ttt_length = self.params.ttt_length
+        heldout = measure(self.draft, self.head, self.vocab_map, self.heldout, ttt_length, self.processes)
         if not math.isfinite(heldout.loss):
             raise SharedError(
                 f"step {self.step}: the held-out loss is {heldout.loss}, the training loss {self._figures['loss']:.3g}: held-out states "
                 f"hold NaN or Inf. `python -m tasks.gate_hidden_states` names the samples; dump them again."
             )
         shown = self.processes.is_first
-        proposals = sample_proposals(self.draft, self.heldout, self.num_steps, self.vocab_map) if shown else []
+        proposals = sample_proposals(self.draft, self.heldout, ttt_length, self.vocab_map) if shown else []
         return Evaluation(heldout, proposals)
 
     def _save(self) -> None:

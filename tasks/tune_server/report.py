@@ -121,9 +121,10 @@ def write_profile(path: Path, search: Search, params: Params, command: str, wher
         verdict(search),
         f"Acceptance length {best.last.accept_length:.2f} over {best.last.questions} questions, greedy.",
     ]
-    if chosen.serve.num_steps != params.serve.num_steps:
+    if params.dump.engine == "sglang" and chosen.serve.extra_args != params.serve.extra_args:
         said.append(
-            "Other steps than before: `dvc repro` would train again; `python -m tasks.benchmark` measures it without."
+            "Other flags than before, with which dump.engine sglang computes the states as well: `dvc repro` would dump and train "
+            "again; `python -m tasks.benchmark` measures it without."
         )
     if not search.is_complete:
         said.append(search.ended)

@@ -1,4 +1,4 @@
-"""The prediction that a benchmark is held against, read before a server is started."""
+"""The prediction that a benchmark is held against, read before a server is started, and by whoever else reads it."""
 
 import json
 from pathlib import Path
@@ -18,21 +18,36 @@ def trained(tmp_path, monkeypatch):
     return Path("reports/train_draft.json").write_text
 
 
-def test_it_is_that_of_training(trained):
-    trained('{"predicted_accept_length": 2.25, "num_steps": 3}')
-    assert prediction(Params()) == 2.25
+def served(steps: int) -> Params:
+    return Params.model_validate(
+        {"serve": {"num_steps": steps, "num_draft_tokens": steps + 1}, "train_draft": {"ttt_length": 7}}
+    )
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(1, 1.5), (2, 2.0), (3, 2.25)])
+def test_it_is_that_of_training_for_the_steps_that_are_served(trained, steps, expected):
+    trained('{"predicted_accept_lengths": [1.5, 2.0, 2.25]}')
+    assert prediction(served(steps)) == expected
+
+
+def test_a_draft_that_was_trained_for_fewer_steps_is_said(trained):
+    trained('{"predicted_accept_lengths": [1.5, 2.0, 2.25]}')
+    with pytest.raises(
+        DraftlineError, match=r"chains of 4 steps, only for up to 3.*Set serve.num_steps to that at most"
+    ):
+        prediction(served(4))
 
 
 @pytest.mark.parametrize("value", [None, "x", 0, -1.0, True, float("nan"), float("inf"), 10**400])
 def test_a_prediction_that_is_none_is_named_with_file_and_field(trained, value):
-    trained(json.dumps({"predicted_accept_length": value}))
+    trained(json.dumps({"predicted_accept_lengths": [1.5, value, 2.25]}))
     with pytest.raises(
-        DraftlineError, match=r"^reports/train_draft\.json: predicted_accept_length: must be .*Train again"
+        DraftlineError, match=r"^reports/train_draft\.json: predicted_accept_lengths\.1: must be .*Train again"
     ):
         prediction(Params())
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "", '{"predicted', "[" * 100_000])
+@pytest.mark.parametrize("text", ["[]", "{}", '{"predicted_accept_length": 2.25}', "", '{"predicted', "[" * 100_000])
 def test_a_report_that_is_none_is_a_sentence(trained, text):
     trained(text)
     with pytest.raises(DraftlineError, match=r"^reports/train_draft\.json: .*Train again: `dvc repro"):

@@ -58,7 +58,7 @@ def test_it_can_be_drawn_shown_and_logged(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("reports").mkdir()
     Path("reports/benchmark.json").write_text(json.dumps(report))
-    points = {(point.name, point.step): point.value for point in headline("benchmark")}
+    points = {(point.name, point.step): point.value for point in headline("benchmark", Params())}
     assert points["speedup/all", 4] == points["theirs/speedup/code", 1] == 2.0
 
 

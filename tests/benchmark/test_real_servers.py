@@ -60,7 +60,7 @@ def project(tmp_path_factory, tiny_model_folder):
         write_random_draft(Path("artifacts/export"), target_contract(params.contract))
         shutil.copytree("artifacts/export", "theirs")
         (Path("theirs") / "draftline.json").unlink()
-        write_json(REPORTS / "train_draft.json", {"predicted_accept_length": 1.1})
+        write_json(REPORTS / "train_draft.json", {"predicted_accept_lengths": [1.1, 1.1, 1.1]})
         write_json(VERSIONS, result_versions())
         yield Path.cwd()
 

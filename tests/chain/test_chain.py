@@ -107,6 +107,14 @@ def test_a_learning_rate_is_due_from_training_on(chain):
         assert due(chain)[0] == "train_draft"
 
 
+def test_a_plan_of_other_steps_trains_nothing_again(chain):
+    with spoiled(chain):
+        chain.set(serve={"num_steps": 2, "num_draft_tokens": 3})
+        stages = due(chain)
+        assert "train_draft" not in stages
+        assert stages[-3:] == ["launch_server", "benchmark", "gate_benchmark"]
+
+
 def test_a_prompt_is_due_from_collection_on(chain):
     name = "tasks/collect_prompts/builtin/chat.jsonl"
     with spoiled(chain, name):

@@ -22,7 +22,7 @@ stages:
     desc: train it
     cmd: python stage.py train_draft
     deps: [stage.py, artifacts/hidden_states/train]
-    params: [train_draft, serve.num_steps]
+    params: [train_draft, target.device]
     outs: [artifacts/draft]
     metrics: [reports/train_draft.json: {cache: false}]
   export_draft: {cmd: python stage.py export_draft, deps: [artifacts/draft], outs: [artifacts/export]}
@@ -86,7 +86,7 @@ def client(tmp_path, params, monkeypatch, empty_mlflow):
     Path("dvc.yaml").write_text(DVC_YAML)
     Path("dvc.lock").write_text(DVC_LOCK)
     Path("reports").mkdir()
-    Path("reports/train_draft.json").write_text(json.dumps({"predicted_accept_length": 2.75}))
+    Path("reports/train_draft.json").write_text(json.dumps({"predicted_accept_lengths": [1.5, 2.25, 2.75]}))
     Path("reports/benchmark.json").write_text(json.dumps(BENCHMARK))
     return connect(params.tracking)
 
@@ -119,8 +119,8 @@ def test_a_child_has_the_parameters_that_dvc_yaml_gives_its_stage(client, params
     with Tracker.stage("train_draft", params):
         pass
     _, child = parent_and_child(client, "train_draft")
-    assert {name.split(".")[0] for name in child.data.params} == {"train_draft", "serve"}
-    assert [name for name in child.data.params if name.startswith("serve")] == ["serve.num_steps"]
+    assert {name.split(".")[0] for name in child.data.params} == {"train_draft", "target"}
+    assert [name for name in child.data.params if name.startswith("target")] == ["target.device"]
 
 
 def test_inputs_are_datasets_with_the_md5_of_dvc(client, params):
@@ -315,10 +315,10 @@ def test_a_uri_that_can_never_work_stops_the_stage_at_its_start(client, uri):
         pass
 
 
-def test_a_database_that_another_run_holds_stops_no_stage(client, params, capsys):
-    with sqlite3.connect("mlflow.db") as other:
+def test_a_database_that_another_run_holds_stops_no_stage(client, capsys):
+    with sqlite3.connect("held.db") as other:
         other.execute("BEGIN EXCLUSIVE")
-        with Tracker.stage("train_draft", params):
+        with Tracker.stage("train_draft", Params(tracking=Tracking(uri="sqlite:///held.db"))):
             pass
     assert "does not answer" in capsys.readouterr().err
 
@@ -378,7 +378,13 @@ def test_a_domain_that_mlflow_would_refuse_is_charted_under_a_name_of_its_own(cl
     assert metrics["accept_length"] == 2.5
 
 
-@pytest.mark.parametrize("damaged", ["{", "{}", "[]"])
+def test_the_prediction_is_for_the_steps_that_are_served(client, params):
+    serve = params.serve.model_copy(update={"num_steps": 2})
+    PipelineRun(params.model_copy(update={"serve": serve}), "amber-fox", {}).log_headline("train_draft")
+    assert runs(client)["amber-fox"].data.metrics == {"predicted_accept_length": 2.25}
+
+
+@pytest.mark.parametrize("damaged", ["{", "{}", "[]", '{"predicted_accept_lengths": [1.5, 2.25]}'])
 def test_a_damaged_report_has_no_headline_and_stops_no_stage(client, params, damaged):
     Path("reports/train_draft.json").write_text(damaged)
     with Tracker.stage("export_draft", params):

@@ -4,7 +4,7 @@ import pytest
 
 from flows.summary import PipelineResult, StageResult, print_summary
 from tasks.common.files import write_json
-from tasks.common.params import Tracking
+from tasks.common.params import Params
 from tests.benchmark.planted_report import planted_report
 
 
@@ -15,7 +15,7 @@ def said(tmp_path, monkeypatch, capsys):
 
     def end(report: dict) -> str:
         write_json(tmp_path / "reports" / "benchmark.json", report)
-        print_summary(PipelineResult("a-run", [StageResult("benchmark", "Completed", 1.0)]), Tracking())
+        print_summary(PipelineResult("a-run", [StageResult("benchmark", "Completed", 1.0)]), Params())
         return capsys.readouterr().out
 
     return end
@@ -39,3 +39,11 @@ def test_a_prediction_is_shown_where_there_is_one(said, predicted):
     assert ("2.16 predicted" in said(planted_report() | {"predicted_accept_length": predicted})) == (
         predicted is not None
     )
+
+
+def test_after_training_alone_it_is_predicted_for_the_steps_that_will_be_served(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_json(tmp_path / "reports" / "train_draft.json", {"predicted_accept_lengths": [1.5, 2.25, 2.75]})
+    params = Params.model_validate({"serve": {"num_steps": 2, "num_draft_tokens": 3}})
+    print_summary(PipelineResult("a-run", [StageResult("train_draft", "Completed", 1.0)]), params)
+    assert "2.25 predicted" in capsys.readouterr().out

@@ -44,7 +44,7 @@ Path(f"artifacts/{name}").mkdir(parents=True)
 Path(f"artifacts/{name}/text").write_text(text + name)
 if name == "train_draft":
     Path("reports").mkdir(exist_ok=True)
-    Path("reports/train_draft.json").write_text('{"predicted_accept_length": 2.5}')
+    Path("reports/train_draft.json").write_text('{"predicted_accept_lengths": [1.5, 2.0, 2.5]}')
 print(f"{name} ends", flush=True)
 """
 

@@ -13,12 +13,13 @@ EXPORT = ARTIFACTS / "export"
 WEIGHTS = EXPORT / "model.safetensors"
 FORM = "SGLang would load the folder as it was trained: config, tensors, vocabulary map"
 TENSORS = "Exactly the tensors that the config asks for, with their types and shapes"
+ENOUGH = "Predicted acceptance length at serve.num_steps is at least gates.min_predicted_accept_length"
 FACTS = "Contract, captured layers and hashes are those of this target and of the files"
 
 
 @pytest.fixture
 def exported(project) -> None:
-    """A random draft of the tiny target, exported as every draft is, with a report that predicts 2.0."""
+    """A random draft of the tiny target, exported as every draft is, with a report that predicts 2.0 as it is served."""
     contract, shape = target_contract(ContractParams()), TargetShape.of(load_config())
     torch.manual_seed(0)
     draft = Eagle3Draft.for_target(shape, contract, 64, torch.randn(shape.vocab_size, shape.hidden_size))
@@ -31,7 +32,7 @@ def exported(project) -> None:
     described = {"contract": contract.model_dump(), "config": draft.config.to_dict(), "vocab_map_sha256": "0" * 64}
     write_json(folder / "draft.json", described)
     export_draft(folder, EXPORT, "float32")
-    write_json(REPORTS / "train_draft.json", {"predicted_accept_length": 2.0})
+    write_json(REPORTS / "train_draft.json", {"predicted_accept_lengths": [1.5, 1.8, 2.0, 3.0]})
 
 
 def edit_tensors(change) -> None:
@@ -100,4 +101,10 @@ def test_weights_that_cannot_be_read_are_refused(exported, judge):
 
 def test_a_draft_that_predicts_too_little_is_refused(exported, judge):
     verdict = judge("draft", gates={"min_predicted_accept_length": 2.1})
-    assert verdict.outcome("failed") == ["Predicted acceptance length is at least gates.min_predicted_accept_length"]
+    assert verdict.outcome("failed") == [ENOUGH]
+
+
+def test_what_is_judged_is_predicted_for_the_steps_that_are_served(exported, judge):
+    limit, serve = {"min_predicted_accept_length": 1.9}, {"num_steps": 2, "num_draft_tokens": 3}
+    assert judge("draft", gates=limit).error == ""
+    assert judge("draft", gates=limit, serve=serve).outcome("failed") == [ENOUGH]

@@ -48,6 +48,12 @@ def test_another_number_of_processes_is_no_other_training(params, trained):
     assert not trains_anew(params.model_copy(update={"train_draft": settings}), trained)
 
 
+def test_nor_is_another_number_of_steps_served(params, trained):
+    serve = params.serve.model_copy(update={"num_steps": 1, "num_draft_tokens": 2})
+    assert not trains_anew(params.model_copy(update={"serve": serve}), trained)
+    assert read_json(REPORT) == trained[0]
+
+
 def test_other_settings_are(params, trained):
     longer = params.train_draft.model_copy(update={"max_steps": SETTINGS["max_steps"] + 2})
     assert trains_anew(params.model_copy(update={"train_draft": longer}), trained)

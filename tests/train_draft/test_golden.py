@@ -52,12 +52,12 @@ def golden_run(params) -> dict:
         "loss": [round(step.loss, 6) for step in steps],
         "accuracy_by_position": [[round(value, 6) for value in step.accuracy_by_position] for step in steps],
         "heldout_loss": [round(step.heldout.loss, 6) for step in steps if step.heldout],
-        "predicted_accept_length": [round(step.heldout.predicted_accept_length, 6) for step in steps if step.heldout],
+        "predicted_accept_lengths": predictions(steps),
     }
 
 
-def golden_acceptance(params) -> list[float]:
-    """Predicted acceptance length at the evaluations on answers that the target would give, and that were trained on."""
+def golden_acceptance(params) -> list[list[float]]:
+    """Predicted acceptance lengths at the evaluations on answers that the target would give, and that were trained on."""
     generator, target = torch.Generator().manual_seed(11), load_model(params.target)
     prompts = [torch.randint(3, 60, (4 + n,), generator=generator) for n in range(6)]
     answers = [target.generate(p[None], do_sample=False, max_new_tokens=16)[0, len(p) :] for p in prompts]
@@ -67,7 +67,12 @@ def golden_acceptance(params) -> list[float]:
             for n, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
         ]
         write_jsonl(RESPONSES / f"{split}.jsonl", (row.to_row() for row in rows))
-    return [round(step.heldout.predicted_accept_length, 6) for step in trained(params) if step.heldout]
+    return predictions(trained(params))
+
+
+def predictions(steps: list[Step]) -> list[list[float]]:
+    """At each evaluation, with chains of 1, 2, ... steps."""
+    return [[round(value, 6) for value in s.heldout.predicted_accept_lengths] for s in steps if s.heldout]
 
 
 def trained(params) -> list[Step]:
@@ -79,7 +84,7 @@ def trained(params) -> list[Step]:
 
 def test_the_golden_run_is_reproduced(project, tiny_params):
     found = golden_run(tiny_params(train_draft=SETTINGS))
-    found["seen_predicted_accept_length"] = golden_acceptance(tiny_params(train_draft=SETTINGS))
+    found["seen_predicted_accept_lengths"] = golden_acceptance(tiny_params(train_draft=SETTINGS))
     if os.environ.get("RENEW_GOLDEN"):
         write_json(GOLDEN, found)
     expected = read_json(GOLDEN)
@@ -88,5 +93,6 @@ def test_the_golden_run_is_reproduced(project, tiny_params):
     assert found["heldout_loss"] == pytest.approx(expected["heldout_loss"], rel=1e-4)
     for of_step, of_golden in zip(found["accuracy_by_position"], expected["accuracy_by_position"], strict=True):
         assert of_step == pytest.approx(of_golden, abs=0.02)  # a tie may fall the other way
-    for name in ("predicted_accept_length", "seen_predicted_accept_length"):
-        assert found[name] == pytest.approx(expected[name], abs=0.15), name
+    for name in ("predicted_accept_lengths", "seen_predicted_accept_lengths"):
+        for evaluated, of_golden in zip(found[name], expected[name], strict=True):
+            assert evaluated == pytest.approx(of_golden, abs=0.15), name

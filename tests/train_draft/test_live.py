@@ -53,10 +53,10 @@ def test_curves_and_proposals_are_in_mlflow_while_training_goes_on(tracked, caps
         "train/learning_rate",
         "train/tokens_per_s",
         "heldout/loss",
-        "heldout/predicted_accept_length",
+        "heldout/predicted_accept_length/1_steps",
         "heldout/survival_position_0",
     } <= run.data.metrics.keys()
-    heldout = client.get_metric_history(run.info.run_id, "heldout/predicted_accept_length")
+    heldout = client.get_metric_history(run.info.run_id, "heldout/predicted_accept_length/3_steps")
     assert [point.step for point in heldout] == [4, 8]
 
     table = json.loads(Path(client.download_artifacts(run.info.run_id, "proposals.json")).read_text())
@@ -97,7 +97,7 @@ def test_the_line_of_progress_says_what_the_curves_say(tracked, device, capsys):
     assert line["left"] == "00:00"
     assert line["loss"] == f"{metrics['train/loss']:.2f}"
     assert line["accuracy"] == " ".join(f"{metrics[f'train/accuracy_position_{i}']:.2f}" for i in range(3))
-    assert line["predicted"] == f"{metrics['heldout/predicted_accept_length']:.2f}"
+    assert line["predicted"] == f"{metrics['heldout/predicted_accept_length/3_steps']:.2f}"
     assert line["speed"] == f"{metrics['train/tokens_per_s']:.0f}"
     assert (line["memory"] is not None) == (device == "cuda")
     assert line["memory"] is None or line["memory"] == f"{metrics['train/gpu_memory_gib']:.1f}"

@@ -145,14 +145,15 @@ def test_checkpoint_of_another_vocabulary_map_is_refused(params):
         prepare_training(params, DRAFT)
 
 
-def test_the_best_predicted_acceptance_length_is_kept_not_the_last(params):
+def test_the_best_acceptance_length_with_all_steps_is_kept_not_the_last(params):
     trainer, facts = prepare_training(params, DRAFT)
     for step in trainer.steps():
         if step.step == 4:
             kept = {name: tensor.clone() for name, tensor in trainer.draft.state_dict().items()}
-            trainer.curve[-1]["heldout"]["predicted_accept_length"] = 99.0
+            trainer.curve[-1]["heldout"]["predicted_accept_lengths"][-1] = 99.0
+    trainer.curve[-1]["heldout"]["predicted_accept_lengths"][0] = 99.0  # of fewer steps than it is trained for
     report = write_result(trainer, DRAFT, facts)
-    assert (report["step"], report["predicted_accept_length"]) == (4, 99.0)
+    assert (report["step"], report["predicted_accept_lengths"][-1]) == (4, 99.0)
     from safetensors.torch import load_file
 
     saved = load_file(DRAFT / "draft.safetensors")
@@ -164,7 +165,7 @@ def test_the_best_draft_outlives_the_checkpoints_of_its_time(params, tiny_params
     trainer, _ = prepare_training(longer, DRAFT)
     for step in trainer.steps():
         if step.step == 4:
-            trainer.curve[-1]["heldout"]["predicted_accept_length"] = 99.0
+            trainer.curve[-1]["heldout"]["predicted_accept_lengths"][-1] = 99.0
         if step.step == 15:
             break
     kept = sorted(path.name for path in (DRAFT / "checkpoints").iterdir() if not path.name.endswith((".json", ".npy")))

@@ -99,8 +99,15 @@ def test_the_profile_is_a_section_that_the_parameters_take(tmp_path, ratio):
     assert taken.extra_args == PARAMS.serve.extra_args
     for words in ("--minutes 6", "an H200", f"{found.best.last.speedup:.2f} times", "Acceptance length"):
         assert words in text.partition("serve:\n")[0]
-    is_warned = "`dvc repro` would train again" in text
-    assert is_warned == (found.best.candidate.shape.steps != PARAMS.serve.num_steps)
+    assert "train again" not in text
+
+
+@pytest.mark.parametrize("engine", ["transformers", "sglang"])
+def test_flags_with_which_states_are_dumped_as_well_train_again(tmp_path, engine):
+    params = PARAMS.model_copy(update={"dump": PARAMS.dump.model_copy(update={"engine": engine})})
+    found, path = search(params, Device((9, 0)), effect={"triton": 1.3}), tmp_path / "tuned_params.yaml"
+    write_profile(path, found, params, "", "")
+    assert ("`dvc repro` would dump and train again" in path.read_text()) == (engine == "sglang")
 
 
 def test_settings_of_the_best_are_in_the_profile(tmp_path):
