@@ -15,14 +15,14 @@ are `tokens_per_s/<set>/<draft>`.
 
 import posixpath
 import re
+import sys
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tasks.common.benchmark_names import BASELINE, OURS, POOLED
 from tasks.common.dvc_files import DvcFiles
-from tasks.common.errors import DraftlineError
+from tasks.common.errors import DraftlineError, in_a_line
 from tasks.common.files import REPORTS, read_json, sha256_json
 from tasks.common.params import Params
 from tasks.common.training_report import predicted_accept_length
@@ -72,9 +72,11 @@ def log_headline(client: "MlflowClient", run_id: str, stages: Iterable[str], par
 
     points: list[Point] = []
     for stage in stages:
-        # A damaged report is its gate's to name.
-        with suppress(DraftlineError, LookupError, TypeError, AttributeError, ValueError):
+        try:
             points += headline(stage, params)
+        except (DraftlineError, LookupError, TypeError, AttributeError, ValueError) as error:
+            # A damaged report is its gate's to name.
+            print(f"{stage}: nothing of its report goes on the parent run ({in_a_line(error)}).", file=sys.stderr, flush=True)
     if not points:
         return
     model_id = _draft_model(client, run_id) if any(point.of_draft for point in points) else None

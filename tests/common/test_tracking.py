@@ -385,9 +385,10 @@ def test_the_prediction_is_for_the_steps_that_are_served(client, params):
 
 
 @pytest.mark.parametrize("damaged", ["{", "{}", "[]", '{"predicted_accept_lengths": [1.5, 2.25]}'])
-def test_a_damaged_report_has_no_headline_and_stops_no_stage(client, params, damaged):
+def test_a_damaged_report_has_no_headline_says_so_and_stops_no_stage(client, params, damaged, capsys):
     Path("reports/train_draft.json").write_text(damaged)
     with Tracker.stage("export_draft", params):
         pass
     parent, _ = parent_and_child(client, "export_draft")
     assert (parent.info.status, parent.data.metrics) == ("FINISHED", {})
+    assert "train_draft: nothing of its report goes on the parent run (" in capsys.readouterr().err
